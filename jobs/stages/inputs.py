@@ -238,7 +238,7 @@ def require_template_columns(path: Path | str, settings: Settings, side: Side) -
     if template.parser_path is not None:
         load_parser(template.parser_path)
     if settings.decoding.guided == "auto":
-        require_form(template)
+        require_form(template, template_path(name, settings.knowledge.template_dir))
     attributes = [name for table in sc.ENTITY_TABLES.values() for name in _attributes_of(path, table)]
     for column in settings.knowledge.paths:
         if column not in attributes:

@@ -4,6 +4,7 @@ Grammars are in llguidance's variant of Lark: https://github.com/guidance-ai/llg
 """
 
 import json
+from pathlib import Path
 from typing import Any
 
 import llguidance
@@ -12,6 +13,7 @@ from laserbatch.pipeline.decoding.grammar import require_grammar
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.templates import PromptTemplate
+from laserbatch.pipeline.validation import line_of
 
 CHARS_PER_TOKEN = 4  # of English; a bound keeps parts in proportion, and decoding closes an answer before its limit
 FAIR_SHARES = 2  # of an answer's characters that one part may take, so that the others find room
@@ -48,21 +50,23 @@ def guiding_grammar(template: PromptTemplate, decoding: DecodingSettings) -> str
     return grammar_of(template, decoding.max_new_tokens)
 
 
-def require_form(template: PromptTemplate) -> None:
-    """Raises ConfigError: the form of a template's answers does not compile, or allows no text."""
+def require_form(template: PromptTemplate, path: Path) -> None:
+    """Raises ConfigError: the form of answers in the file of a template does not compile, or allows no text."""
     grammar = grammar_of(template, 512)
     if grammar is None:
         return
+    keys = (key for key in ("grammar", "regex", "json_schema") if getattr(template, key) is not None)
+    key = next(keys, "fields" if template.fields else "factors")
+    place = f"prompt template {path}, line {line_of(path, [key])}: {key}"
     try:
         require_grammar(grammar)
     except ConfigError as error:
-        raise ConfigError(f"prompt template {template.identity}: {error}") from None
+        raise ConfigError(f"{place}: {error}") from None
     start = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0)
     if not any(start.validate_tokens([byte]) for byte in range(256)):
-        key = next(key for key in ("grammar", "regex", "json_schema") if getattr(template, key) is not None)
         raise ConfigError(
-            f"prompt template {template.identity}: {key} allows no answer but the empty one (found "
-            f"{getattr(template, key)!r}); have it allow a text, or leave it out"
+            f"{place} allows no answer but the empty one (found {getattr(template, key)!r}); have it allow a text, or "
+            "leave it out"
         )
 
 

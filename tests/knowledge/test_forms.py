@@ -1,18 +1,25 @@
 """The form of a template's answers: what it allows is what the template's parser reads."""
 
 import json
+from pathlib import Path
 
 import llguidance
 import pytest
+import yaml
 
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.forms import grammar_of, guiding_grammar, require_form
 from laserbatch.pipeline.knowledge.parsers import parse_answer
-from laserbatch.pipeline.knowledge.templates import SHIPPED_TEMPLATES, PromptTemplate, load_template
+from laserbatch.pipeline.knowledge.templates import SHIPPED_TEMPLATES, PromptTemplate, load_template, template_path
 
 BYTES = llguidance.LLTokenizer("byte")
 FREE = {"name": "mine", "version": 1, "framework": "own", "side": "item", "parser": "free", "instruction": "Describe."}
+
+
+def own(form: dict, folder: Path) -> PromptTemplate:
+    (folder / "mine.yaml").write_text(yaml.safe_dump(FREE | form, sort_keys=False))
+    return load_template("mine", folder)
 
 
 def allowed(grammar: str, text: str) -> int:
@@ -45,7 +52,7 @@ def example(template: PromptTemplate) -> str:
 def test_the_form_of_a_shipped_template_is_what_its_parser_reads(name):
     template = load_template(name)
     grammar = grammar_of(template, 200)
-    require_form(template)
+    require_form(template, template_path(name))
     if template.parser == "free":
         assert grammar is None and guiding_grammar(template, DecodingSettings()) is None
         return
@@ -78,24 +85,24 @@ def test_parts_are_words_and_lists_are_as_long_as_the_template_says():
         ({"json_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}, '{"a": 3}', "[1]"),
     ],
 )
-def test_a_template_of_ones_own_gives_its_form(form, whole, broken):
-    template = PromptTemplate.model_validate(FREE | form)
-    require_form(template)
+def test_a_template_of_ones_own_gives_its_form(form, whole, broken, tmp_path):
+    template = own(form, tmp_path)
+    require_form(template, tmp_path / "mine.yaml")
     grammar = grammar_of(template, 64) or ""
     assert is_whole(grammar, whole) and allowed(grammar, broken) < len(broken)
 
 
-def test_a_form_that_does_not_compile_is_refused_with_its_place():
+def test_a_form_that_does_not_compile_is_refused_with_its_place(tmp_path):
     for form, place in (
-        ({"regex": "(a"}, "invalid regex"),
-        ({"grammar": "start: LINE"}, 'unknown name: "LINE"'),
-        ({"json_schema": {"type": "strin"}}, "Invalid type: strin"),
+        ({"regex": "(a"}, "regex: .*invalid regex"),
+        ({"grammar": "start: A LINE\nA: /a/"}, r'grammar: .*at 1\(8\): unknown name: "LINE"'),
+        ({"json_schema": {"type": "strin"}}, "json_schema: .*Invalid type: strin"),
         ({"regex": "a{0}"}, r"regex allows no answer but the empty one \(found 'a.0.'\)"),
         ({"grammar": 'start: ""'}, "grammar allows no answer"),
         ({"grammar": "start: ONE\nONE: /a/ & /b/"}, "grammar allows no answer"),
     ):
-        with pytest.raises(ConfigError, match=f"prompt template mine@1: .*{place}"):
-            require_form(PromptTemplate.model_validate(FREE | form))
+        with pytest.raises(ConfigError, match=f"prompt template .*mine.yaml, line 7: {place}"):
+            require_form(own(form, tmp_path), tmp_path / "mine.yaml")
     for wrong, reason in (
         ({"regex": "a", "grammar": 'start: "a"'}, "one of `json_schema`, `regex` and `grammar`"),
         ({"max_items": {"interests": 3}}, "`max_items` has interests: 3"),
