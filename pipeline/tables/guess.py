@@ -104,7 +104,7 @@ def read_sources(folder: Path, note: Callable[[str], object] = lambda text: None
             listed = list_pattern(folder, path.name, path.stem).files
             if not listed:
                 continue
-            options = {} if is_parquet(listed[0].path) else _csv_options(listed[0].path)
+            options = {} if is_parquet(listed[0].path) else _csv_options(listed[0].path, note)
             files = SourceFiles.model_validate({"files": path.name, **options})
             with closing(read_source(files, folder, path.stem, note)) as batches:
                 first, is_whole = next(batches, None), False
@@ -149,15 +149,26 @@ def _with_decimal_commas(head: pa.Table) -> list[str]:
     return names
 
 
-def _csv_options(path: Path) -> dict[str, Any]:
-    """Delimiter and encoding of a CSV where they are not the usual ones, by its first bytes."""
+def _csv_options(path: Path, note: Callable[[str], object]) -> dict[str, Any]:
+    """Delimiter and encoding of a CSV where they are not the usual ones, by its first bytes.
+
+    `note` is called where other encodings fit the bytes, too.
+    """
     with pa.input_stream(str(path)) as file:  # which unpacks what is compressed
         start = file.read(SNIFFED_BYTES)
     options, usual = {}, "\t" if ".tsv" in path.suffixes else ","
     try:
         codecs.getincrementaldecoder("utf-8")().decode(start)
-    except UnicodeDecodeError:
-        options["encoding"] = "utf-16" if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "cp1252"
+    except UnicodeDecodeError as error:
+        options["encoding"] = "utf-16"
+        if not start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            options["encoding"] = "cp1252"
+            excerpt = start[max(0, error.start - 20) : error.end + 20].decode("cp1252", "replace")
+            note(
+                f"{path} is not UTF-8; that it is cp1252 (Western Europe) is a guess, which reads {excerpt!r}. If "
+                "letters are wrong there, set `encoding` in the mapping to the one it was written in: cp1250 (Central "
+                "Europe), cp1251 (Cyrillic), gb18030, ..."
+            )
     header = start.split(b"\n", 1)[0].decode("latin-1")
     delimiter = max((usual, ",", ";", "\t", "|"), key=header.count)
     return options | ({"delimiter": delimiter} if delimiter != usual else {})

@@ -184,7 +184,9 @@ def test_german_names_semicolons_and_another_encoding_are_guessed(tmp_path, caps
     (folder / "kunden.csv").write_text("kunde;ort\nk1;Köln\n", encoding="cp1252")
     (folder / "artikel.csv").write_text("artikel_nr;bezeichnung\na1;Tee, grün\n", encoding="utf-8")
     (folder / "käufe.csv").write_text("kunde;artikel_nr;zeitstempel;bewertung\nk1;a1;01.03.2025 08:30;4,5\n")
-    run_init(capsys, folder, tmp_path / "night.yaml")
+    said = run_init(capsys, folder, tmp_path / "night.yaml")["notes"]
+    assert any("kunden.csv is not UTF-8; that it is cp1252 (Western Europe) is a guess" in note for note in said)
+    assert any("reads 'kunde;ort\\nk1;Köln\\n'. If letters are wrong there, set `encoding`" in note for note in said)
     assert "csv:  # guessed: numbers such as 4,5\n    decimal: ','" in (tmp_path / "mapping.yaml").read_text()
     import_mapped(load_mapping(tmp_path / "mapping.yaml"), folder, tmp_path / "tables")
     tables = read_tables(tmp_path / "tables")
