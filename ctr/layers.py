@@ -50,17 +50,6 @@ class EntityEmbedding(nn.Module):
             embedded = self.pooling @ (embedded * self.weights[numbers].unsqueeze(-1))  # (n, num_fields, dim)
         return embedded.flatten(-2)
 
-    def table(self, *numbers: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Embeddings (m, out_dim) in which every one of several arrays of numbers is found, and its places there.
-
-        Each entity is embedded once: popular items are in many histories.
-        """
-        num_entities, joined = len(self.codes), torch.cat(numbers)
-        if len(joined) > num_entities:
-            return self(torch.arange(num_entities, device=joined.device)), list(numbers)
-        distinct, places = joined.unique(return_inverse=True)
-        return self(distinct), list(places.split([len(of_array) for of_array in numbers]))
-
 
 class Dice(nn.Module):
     """Data-adaptive activation (Zhou et al. 2018, Section 5.2): p(s) s + (1 - p(s)) alpha s, p by batch statistics."""
@@ -94,11 +83,15 @@ def mlp(
 
 @dataclass(frozen=True)
 class CtrBatch:
-    """Rows as a model takes them; histories one behind the other, without padding."""
+    """Rows as a model takes them; histories one behind the other, without padding.
+
+    Items are places in `distinct`, so that each is embedded once: popular ones are in many histories.
+    """
 
     users: torch.Tensor  # int64 (batch,)
+    distinct: torch.Tensor  # int64 (num_distinct,) items of rows and histories
     items: torch.Tensor  # int64 (batch,)
     past: torch.Tensor  # float32 (batch, num_past_columns)
-    liked: torch.Tensor  # int64 (num_liked,) items of all histories
+    liked: torch.Tensor  # int64 (num_liked,) of all histories
     offsets: torch.Tensor  # int64 (batch,): where each row's begin
     rows: torch.Tensor  # int64 (num_liked,): whose each is

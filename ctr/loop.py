@@ -16,7 +16,7 @@ from sklearn.metrics import roc_auc_score
 from torch import nn
 from torch.nn import functional as F
 
-from laserbatch.ctr.dataset import CtrData, Rows
+from laserbatch.ctr.dataset import CtrData, ModelRows
 from laserbatch.ctr.layers import CtrBatch
 from laserbatch.ctr.settings import CtrSettings
 
@@ -26,7 +26,8 @@ PREDICTION_BATCH = 8192
 class RowTensors:
     """A data set's columns as tensors, of which batches are gathered; on a CPU they share the arrays' memory."""
 
-    def __init__(self, rows: Rows, device: torch.device) -> None:
+    def __init__(self, rows: ModelRows, device: torch.device) -> None:
+        self._num_items = rows.num_items
         self._columns = [
             torch.from_numpy(column).to(device)
             for column in (rows.users, rows.items, rows.past, rows.starts, rows.ends, rows.liked)
@@ -40,7 +41,13 @@ class RowTensors:
         offsets = lengths.cumsum(0) - lengths
         rows = torch.repeat_interleave(lengths)
         places = torch.arange(len(rows), device=rows.device) + (starts - offsets)[rows]
-        return CtrBatch(users[index].long(), items[index].long(), past[index], liked[places].long(), offsets, rows)
+        numbers = torch.cat([items[index], liked[places]]).long()
+        if len(numbers) > self._num_items:
+            distinct = torch.arange(self._num_items, device=numbers.device)
+        else:
+            distinct, numbers = numbers.unique(return_inverse=True)
+        of_rows, of_liked = numbers.tensor_split([len(index)])
+        return CtrBatch(users[index].long(), distinct, of_rows, past[index], of_liked, offsets, rows)
 
 
 @dataclass
@@ -179,7 +186,7 @@ def default_batch_size(num_rows: int) -> int:
 
 
 @torch.inference_mode()
-def predict(model: nn.Module, data: Rows, rows: np.ndarray) -> np.ndarray:
+def predict(model: nn.Module, data: ModelRows, rows: np.ndarray) -> np.ndarray:
     """Probabilities of rows: float64 (len(rows),)."""
     device = next(model.parameters()).device
     tensors = RowTensors(data, device)

@@ -55,12 +55,13 @@ class DIN(nn.Module):
         return last
 
     def forward(self, batch: CtrBatch) -> torch.Tensor:
-        table, (items, liked) = self.inputs.item_embedding.table(batch.items, batch.liked)
-        target = F.embedding(items, table)  # v_A, (batch, item_dim)
-        weights = self.activation_unit(F.embedding(liked, table), target, batch.rows).squeeze(1)
+        table = self.inputs.item_embedding(batch.distinct)
+        target = F.embedding(batch.items, table)  # v_A, (batch, item_dim)
+        weights = self.activation_unit(F.embedding(batch.liked, table), target, batch.rows).squeeze(1)
         # v_U(A) = sum_j a(e_j, v_A) e_j, Eq. 3. In float32, under autocast too: CUDA has no gradient of a bag's weights
         # in bfloat16, and weights and table must be of one type.
-        interest = F.embedding_bag(liked, table.float(), batch.offsets, mode="sum", per_sample_weights=weights.float())
+        weights = weights.float()
+        interest = F.embedding_bag(batch.liked, table.float(), batch.offsets, mode="sum", per_sample_weights=weights)
         return self.mlp(torch.cat([self.inputs(batch, target), interest], dim=1)).squeeze(1)
 
 
@@ -90,8 +91,8 @@ class DCNv2(nn.Module):
         self.logit = nn.Linear(settings.hidden_sizes[-1] + dim, 1)
 
     def forward(self, batch: CtrBatch) -> torch.Tensor:
-        table, (items, liked) = self.inputs.item_embedding.table(batch.items, batch.liked)
-        target = F.embedding(items, table)
-        mean_liked = F.embedding_bag(liked, table, batch.offsets, mode="mean")  # (batch, item_dim); zeros of none
+        table = self.inputs.item_embedding(batch.distinct)
+        target = F.embedding(batch.items, table)
+        mean_liked = F.embedding_bag(batch.liked, table, batch.offsets, mode="mean")  # (batch, item_dim); zeros of none
         x0 = torch.cat([self.inputs(batch, target), mean_liked], dim=1)
         return self.logit(torch.cat([self.cross(x0), self.deep(x0)], dim=1)).squeeze(1)

@@ -87,15 +87,13 @@ class LinearAdaptor(Adaptor):
 
     def forward(self, batch: CtrBatch) -> torch.Tensor:
         """Rows -> (batch, out_dim)."""
-        distinct, places = torch.cat([batch.items, batch.liked]).unique(return_inverse=True)
-        items, liked = places.split([len(batch.items), len(batch.liked)])
-        table = self.of_entities(1, distinct)
-        user, item = self.of_entities(0, batch.users), F.embedding(items, table)
+        table = self.of_entities(1, batch.distinct)
+        user, item = self.of_entities(0, batch.users), F.embedding(batch.items, table)
         parts = [
             torch.where(has_text(vectors), layer(vectors), default)
             for vectors, layer, default in zip((user, item), self.of_sides, self.default, strict=True)
         ]
-        mean_liked = F.embedding_bag(liked, table, batch.offsets, mode="mean")  # zeros of none
+        mean_liked = F.embedding_bag(batch.liked, table, batch.offsets, mode="mean")  # zeros of none
         parts += [self.of_product(user * item), self.of_liked(mean_liked * item)]
         return self.dropout(torch.cat(parts, dim=1))
 

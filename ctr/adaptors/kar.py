@@ -51,7 +51,7 @@ class HybridExpertAdaptor(Adaptor):
 
     def forward(self, batch: CtrBatch) -> torch.Tensor:
         """Rows -> (batch, out_dim)."""
-        user, item = self._gather(0, batch.users), self._gather(1, batch.items)
+        user, item = self._gather(0, batch.users), self._gather(1, batch.distinct[batch.items])
         return torch.cat([user, item, user * item], dim=1)
 
     def _gather(self, side: int, numbers: torch.Tensor) -> torch.Tensor:

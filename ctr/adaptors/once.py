@@ -36,12 +36,11 @@ class ContentAdaptor(Adaptor):
 
     def forward(self, batch: CtrBatch) -> torch.Tensor:
         """Rows -> (batch, out_dim)."""
-        distinct, places = torch.cat([batch.items, batch.liked]).unique(return_inverse=True)
-        content, has_vector = self._embedded(1, self.of_content, distinct)
-        items, liked = places.split([len(batch.items), len(batch.liked)])
-        item = F.embedding(items, content)
+        content, has_vector = self._embedded(1, self.of_content, batch.distinct)
+        item = F.embedding(batch.items, content)
         interests, _ = self._embedded(0, self.of_interests, batch.users)
-        user = self.fusion(torch.cat([self._pooled(content, has_vector, liked, batch.offsets), interests], dim=1))
+        pooled = self._pooled(content, has_vector, batch.liked, batch.offsets)
+        user = self.fusion(torch.cat([pooled, interests], dim=1))
         return self.dropout(torch.cat([user, item, user * item], dim=1))
 
     def _embedded(self, side: int, layer: nn.Linear, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

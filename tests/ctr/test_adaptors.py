@@ -31,6 +31,7 @@ def batch(users, items, histories=None):
     lengths = torch.tensor([len(history) for history in histories], dtype=torch.int64)
     return CtrBatch(
         torch.tensor(users, dtype=torch.int64),
+        torch.arange(7),
         torch.tensor(items, dtype=torch.int64),
         torch.zeros(len(users), 5),
         torch.tensor([item for history in histories for item in history], dtype=torch.int64),

@@ -9,7 +9,7 @@ from laserbatch.ctr.dataset import build_dataset
 from laserbatch.ctr.fields import Field
 from laserbatch.ctr.knowledge import build_knowledge
 from laserbatch.ctr.layers import CtrBatch, Dice, EntityEmbedding
-from laserbatch.ctr.loop import predict
+from laserbatch.ctr.loop import RowTensors, predict
 from laserbatch.ctr.networks import CrossNetwork, LocalActivationUnit
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.ctr.training import build_network
@@ -68,9 +68,17 @@ def test_entity_embedding_is_the_mean_over_a_bag_and_zero_for_padding():
     # Rows: 0 absent; the first field's codes 1, 2 are rows 1, 2; the second's 1, 2, 3 are rows 3, 4, 5.
     assert torch.allclose(module(torch.tensor([0]))[0], torch.cat([table[2], (table[4] + table[5]) / 2]))
     assert torch.allclose(module(torch.tensor([1]))[0], torch.cat([table[1], table[5]]))
-    for numbers in (torch.tensor([1]), torch.tensor([0, 1, 1, 0])):  # fewer and more than there are entities
-        table, (places,) = module.table(numbers)
-        assert torch.equal(table[places], module(numbers))
+
+
+def test_items_of_a_batch_are_found_among_its_distinct_ones(data):
+    rows = RowTensors(data, torch.device("cpu"))
+    for size in (1, 2, 4 * data.num_items):  # few rows have fewer items than there are, many all of them
+        numbers = data.train[-size:]
+        batch = rows.batch(torch.from_numpy(numbers).long())
+        assert batch.distinct[batch.items].tolist() == data.items[numbers].tolist()
+        liked = [data.liked[data.starts[row] : data.ends[row]] for row in numbers]
+        assert batch.distinct[batch.liked].tolist() == np.concatenate(liked).tolist()
+        assert len(batch.distinct.unique()) == len(batch.distinct) <= data.num_items
 
 
 @pytest.mark.parametrize("model", ["din", "dcnv2"])
@@ -87,7 +95,8 @@ def test_attention_sums_over_each_rows_own_history(data):
     seen = {}
     network.mlp.register_forward_pre_hook(lambda module, inputs: seen.update(row=inputs[0]))
     liked, rows, offsets = torch.tensor([5, 6]), torch.tensor([0, 0]), torch.tensor([0, 2])
-    network(CtrBatch(torch.tensor([1, 2]), torch.tensor([3, 4]), torch.zeros(2, 5), liked, offsets, rows))
+    items = torch.arange(data.num_items)
+    network(CtrBatch(torch.tensor([1, 2]), items, torch.tensor([3, 4]), torch.zeros(2, 5), liked, offsets, rows))
     embed, unit = network.inputs.item_embedding, network.activation_unit
     target = embed(torch.tensor([3]))
     expected = sum(unit(embed(torch.tensor([j])), target, torch.tensor([0])) * embed(torch.tensor([j])) for j in (5, 6))
