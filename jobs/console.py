@@ -5,6 +5,7 @@ Progress and log lines go to standard error, summaries to standard output: `lase
 
 import json
 import logging
+import os
 import re
 import sys
 import time
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -24,6 +26,7 @@ from typer.core import TyperGroup
 
 from laserbatch.jobs.events import emit
 from laserbatch.jobs.formatting import MISSING, rate, seconds
+from laserbatch.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from laserbatch.jobs.report.blocks import Table as ReportTable
@@ -49,6 +52,20 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
     NOT_READ = 141
     TERMINATED = 143
+
+
+def _can_be_written(path: Path) -> Path:
+    """The path of an option. Raises ConfigError where no file or folder can be made there."""
+    place = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    place = place.parent if place == path.absolute() and place.is_file() else place
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        reason = "may not be written" if place.is_dir() else "is a file, no folder"
+        raise ConfigError(f"{path} cannot be written: {place} {reason}. Give another path.")
+    return path
+
+
+TO_FILE: dict[str, Any] = {"dir_okay": False, "callback": _can_be_written}  # of an option that is written to
+TO_FOLDER: dict[str, Any] = {"file_okay": False, "callback": _can_be_written}
 
 
 class ProgressBar:

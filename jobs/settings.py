@@ -5,7 +5,6 @@ relative to that file's folder, and `~` is the home folder. Every option has a d
 `configs/default.yaml` shows them all. A field without a description is no option: code may set it, a file may not.
 """
 
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -40,16 +39,6 @@ SAMPLE_MODEL = "sample"
 CONFIG_NAME = "laserbatch.yaml"  # as `init` writes it
 
 
-def _can_be_written(path: Path) -> Path:
-    """The path of an option. Raises ConfigError where no file or folder can be made there."""
-    place = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
-    place = place.parent if place == path.absolute() and place.is_file() else place
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        reason = "may not be written" if place.is_dir() else "is a file, no folder"
-        raise ConfigError(f"{path} cannot be written: {place} {reason}. Give another path.")
-    return path
-
-
 def config_here() -> Path | None:
     """The configuration of the current folder; None where there is none."""
     path = Path(CONFIG_NAME)
@@ -72,8 +61,6 @@ CONFIGS = typer.Option(
 FRAMEWORKS = typer.Option([], "--framework", help="A framework of prompts, such as kar; give it again for another.")
 WORKSPACE = typer.Option(None, "--workspace", "-w", show_default="that of the configuration", help="Workspace folder.")
 JSON = typer.Option(False, "--json", help="Print the result as JSON.")
-TO_FILE: dict[str, Any] = {"dir_okay": False, "callback": _can_be_written}  # of an option that is written to
-TO_FOLDER: dict[str, Any] = {"file_okay": False, "callback": _can_be_written}
 DRY_RUN = typer.Option(False, "--dry-run", help="Remove nothing; print what would be removed.")
 Consequence = Literal["stop", "warn", "ignore"]
 _DESTINATIONS = (

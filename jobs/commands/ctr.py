@@ -8,19 +8,10 @@ from typing import Any, get_args
 import typer
 
 from laserbatch.ctr.settings import CtrOptions, CtrSettings, History, ModelName
-from laserbatch.jobs.console import print_table, stdout, summary
+from laserbatch.jobs.console import TO_FILE, print_table, stdout, summary
 from laserbatch.jobs.report.ctr_table import ctr_lead, ctr_table
 from laserbatch.jobs.report.variant_table import between_line, variant_table
-from laserbatch.jobs.settings import (
-    CONFIG,
-    CONFIGS,
-    FRAMEWORKS,
-    TO_FILE,
-    WORKSPACE,
-    config_here,
-    load_settings,
-    variant_names,
-)
+from laserbatch.jobs.settings import CONFIG, CONFIGS, FRAMEWORKS, WORKSPACE, config_here, load_settings, variant_names
 from laserbatch.jobs.stages.compare_ctr import compare_ctr
 from laserbatch.jobs.stages.night import Night, open_run
 from laserbatch.jobs.stages.train_ctr import FeatureName, evaluate_folder, predict_pairs, train_to_folder, trained_on

@@ -10,8 +10,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import typer
 
-from laserbatch.jobs.console import progress, say, summary
-from laserbatch.jobs.settings import CONFIG, JSON, TO_FILE, WORKSPACE, load_settings, open_workspace
+from laserbatch.jobs.console import TO_FILE, progress, say, summary
+from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings, open_workspace
 from laserbatch.jobs.stages.night import open_run
 from laserbatch.pipeline.encoding.exports import FORMATS, FormatName, SideExport
 from laserbatch.pipeline.encoding.features import changed_rows
@@ -21,8 +21,8 @@ from laserbatch.pipeline.errors import TableError, WorkspaceError
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import atomic_folder
 from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, iter_parquet, parquet_files, write_parquet
-from laserbatch.pipeline.tables.schema import UNITS_PER_SECOND, TimeUnit
-from laserbatch.pipeline.tables.streamed import iter_rows, log_ids, log_times, log_unit, require_log_columns
+from laserbatch.pipeline.tables.schema import UNITS_PER_SECOND, TimeUnit, plain_ids
+from laserbatch.pipeline.tables.streamed import iter_log, log_times, log_unit
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -51,9 +51,8 @@ def asof(
     """
     with feature_versions(open_workspace(config, workspace).finished_runs()) as versions:
         num_without = dict.fromkeys(SIDES, 0)
-        batches = iter_rows(interactions, "interactions", "user_id, item_id and timestamp")
+        batches = iter_log(interactions, "interactions")
         first = next(batches)
-        require_log_columns(interactions, first.schema)
         read_unit = unit or log_unit(interactions, lambda finding: say(str(finding)))
         advice = f"Set --unit ({', '.join(UNITS_PER_SECOND)})"
         added = [field for side, of_side in versions.items() for field in of_side.fields(f"{side}_")]
@@ -67,12 +66,12 @@ def asof(
                 for batch in chain([first], batches):
                     times = log_times(batch["timestamp"], read_unit, interactions, first_row, advice).cast(pa.int64())
                     days = pc.fill_null(times, 0).to_numpy() // DAY_US  # no version is older than a missing time
+                    first_row += batch.num_rows
                     columns = list(batch.columns)
                     for side, of_side in versions.items():
-                        rows = of_side.of(log_ids(batch[f"{side}_id"], f"{side}_id", interactions, first_row), days)
+                        rows = of_side.of(plain_ids(batch[f"{side}_id"]), days)
                         num_without[side] += int((rows < 0).sum())
                         columns += of_side.columns(rows)
-                    first_row += batch.num_rows
                     bar.advance(batch.num_rows)
                     yield pa.record_batch(columns, schema=schema)
 

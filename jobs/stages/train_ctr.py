@@ -22,20 +22,13 @@ from laserbatch.ctr.settings import CtrSettings, ModelName
 from laserbatch.jobs.console import say
 from laserbatch.jobs.stages.night import Night
 from laserbatch.pipeline.encoding.versions import feature_versions
-from laserbatch.pipeline.errors import LaserbatchError
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import atomic_folder, atomic_path, sha256_file
 from laserbatch.pipeline.storage.parquet import parquet_files, write_parquet
 from laserbatch.pipeline.storage.uris import is_uri
 from laserbatch.pipeline.tables.read import describe
-from laserbatch.pipeline.tables.streamed import (
-    iter_rows,
-    log_ids,
-    log_times,
-    log_unit,
-    open_tables,
-    require_log_columns,
-)
+from laserbatch.pipeline.tables.schema import plain_ids
+from laserbatch.pipeline.tables.streamed import iter_log, log_times, log_unit, open_tables
 
 FeatureName = Literal["own", "plain", "none"]
 CHECKPOINT = "checkpoint.safetensors"
@@ -52,37 +45,6 @@ def train_to_folder(
     Raises CtrError where there is nothing to train on or judge by, and leaves nothing then; also where another process
     trains into the folder.
     """
-    with _only_training(out) as work:
-        return _train(night, model, features, seed, tables, settings, out, work)
-
-
-@contextmanager
-def _only_training(out: Path) -> Iterator[Path]:
-    """The folder of a training's checkpoint, beside `out`, which no other process has until the block ends."""
-    if Path.cwd().is_relative_to(out.resolve()):
-        raise CtrError(f"{out} is the folder that this command runs in, or above it. Give another folder.")
-    work = out.with_name(f".{out.name}.unfinished")
-    work.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(work, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # for as long as this process lives
-    except BlockingIOError:
-        os.close(descriptor)
-        raise CtrError(f"another process trains into {out}; wait for it to end, or give another folder") from None
-    except OSError:
-        logger.warning("%s cannot be locked: start no second training into %s meanwhile", work, out)
-    try:
-        yield work
-    finally:
-        with suppress(OSError):  # a checkpoint stays
-            work.rmdir()
-        os.close(descriptor)
-
-
-def _train(
-    night: Night, model: ModelName, features: FeatureName, seed: int, tables: str, settings: CtrSettings, out: Path,
-    work: Path,
-) -> dict[str, Any]:  # fmt: skip
     from laserbatch.ctr.dataset import build_dataset
     from laserbatch.ctr.folder import ModelCard
     from laserbatch.ctr.knowledge import build_knowledge, join_as_of
@@ -94,12 +56,12 @@ def _train(
     spec = {"model": model, "seed": seed, "settings": settings.model_dump(mode="json"), "provenance": provenance}
     spec_hash = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
     provenance["asked"] = spec_hash
-    if (out / "model.json").is_file() and ModelCard.read(out).provenance.get("asked") == spec_hash:
-        say(f"{out} is this very model already")
-        return json.loads((out / "metrics.json").read_text(encoding="utf-8"))
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CtrError(f"{out} is there already, and of another training; give another folder, or remove it")
-    try:
+    with _only_training(out) as work:
+        if (out / "model.json").is_file() and ModelCard.read(out).provenance.get("asked") == spec_hash:
+            say(f"{out} is this very model already")
+            return json.loads((out / "metrics.json").read_text(encoding="utf-8"))
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise CtrError(f"{out} is there already, and of another training; give another folder, or remove it")
         opened = open_tables(tables, night.settings.tables.keep_duplicates)
         data = build_dataset(opened, night.date, settings)
         feature_set = features_of(night, features)
@@ -119,17 +81,40 @@ def _train(
         training = train_model(
             model, seen, knowledge, settings, seed, start, lambda now: _keep(work / CHECKPOINT, spec_hash, now)
         )
-    except LaserbatchError:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
-    rows = data.test
-    metrics = measure(data.labels[rows], training.scores, data.users[rows], data.is_cold[rows])
-    basis = None if knowledge is None else knowledge.basis
-    card = ModelCard(model, settings, seed, night.date, data.prior, data.encoders, basis, provenance)
-    with atomic_folder(out) as folder:
-        card.write(folder, training, metrics)
-    shutil.rmtree(work, ignore_errors=True)
+        rows = data.test
+        metrics = measure(data.labels[rows], training.scores, data.users[rows], data.is_cold[rows])
+        basis = None if knowledge is None else knowledge.basis
+        card = ModelCard(model, settings, seed, night.date, data.prior, data.encoders, basis, provenance)
+        with atomic_folder(out) as folder:
+            card.write(folder, training, metrics)
     return json.loads((out / "metrics.json").read_text(encoding="utf-8"))
+
+
+@contextmanager
+def _only_training(out: Path) -> Iterator[Path]:
+    """The folder of a training's checkpoint, beside `out`, which no other process has until the block ends.
+
+    A checkpoint stays if the block ends with an error.
+    """
+    if Path.cwd().is_relative_to(out.resolve()):
+        raise CtrError(f"{out} is the folder that this command runs in, or above it. Give another folder.")
+    work = out.with_name(f".{out.name}.unfinished")
+    work.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(work, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # for as long as this process lives
+    except BlockingIOError:
+        os.close(descriptor)
+        raise CtrError(f"another process trains into {out}; wait for it to end, or give another folder") from None
+    except OSError:
+        logger.warning("%s cannot be locked: start no second training into %s meanwhile", work, out)
+    try:
+        yield work
+        shutil.rmtree(work, ignore_errors=True)
+    finally:
+        with suppress(OSError):
+            work.rmdir()
+        os.close(descriptor)
 
 
 def features_of(night: Night, features: FeatureName) -> FeatureSet | None:
@@ -216,14 +201,12 @@ def predict_pairs(model: Path, night: Night, tables: str, pairs: Path, out: Path
 
     card = ModelCard.read(model)
     features, opened = _opened(card, night, tables)
-    pair_table = pa.Table.from_batches(iter_rows(pairs, "pairs", "user_id, item_id and perhaps timestamp"))
-    require_log_columns(pairs, pair_table.schema, needs_time=False)
+    pair_table = pa.Table.from_batches(iter_log(pairs, "pairs", needs_time=False))
     if "score" in pair_table.column_names:
         raise CtrError(f"{pairs} has a column 'score' already, which is to be added. Rename or drop it.")
     users, items = (
-        numbers_of(log_ids(pair_table[name].combine_chunks(), name, pairs), ids, side, str(pairs))
+        numbers_of(plain_ids(pair_table[f"{side}_id"].combine_chunks()), ids, side, str(pairs))
         for side, ids in ids_of(opened).items()
-        for name in [f"{side}_id"]
     )
     log = labelled_log(opened, card.as_of, card.settings)
     if not len(log.users):

@@ -86,17 +86,16 @@ class PartTask:
     def run(self) -> WrittenPart:
         id_type = pq.read_schema(self.rows).field(f"{self.side}_id").type
         schema = feature_schema(self.side, id_type, self.vectors.new.dim)
+        clusters: set[int] = set()
         if self.unchanged is not None and self._is_as_written(schema):
             link_file(self.vectors.earlier[0].path, self.path)
-            clusters = {code for batch in iter_parquet(self.path, ["cluster_id"])
-                        for code in batch["cluster_id"].unique().to_pylist()}  # fmt: skip
-            return self._written(num_rows_of(self.path), self.unchanged, clusters)
-        clusters: set[int] = set()
-        written = write_parquet(self._rows(clusters, schema), self.path, schema)
-        return self._written(written.num_rows, written.sha256, clusters)
-
-    def _written(self, num_rows: int, sha256: str, clusters: set[int]) -> WrittenPart:
-        return WrittenPart(FeatureFile(self.path.name, num_rows, sha256), tuple(sorted(clusters)))
+            for batch in iter_parquet(self.path, ["cluster_id"]):
+                clusters.update(batch["cluster_id"].unique().to_pylist())
+            file = FeatureFile(self.path.name, num_rows_of(self.path), self.unchanged)
+        else:
+            written = write_parquet(self._rows(clusters, schema), self.path, schema)
+            file = FeatureFile(self.path.name, written.num_rows, written.sha256)
+        return WrittenPart(file, tuple(sorted(clusters)))
 
     def _is_as_written(self, schema: pa.Schema) -> bool:
         path = self.vectors.earlier[0].path

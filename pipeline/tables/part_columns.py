@@ -15,7 +15,7 @@ from laserbatch.pipeline.tables.columns import ATTRIBUTE, CREATED, IN_RANGE, TIM
 from laserbatch.pipeline.tables.fetched import shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding, Findings, unreadable
 from laserbatch.pipeline.tables.parts import BATCH_ROWS, TablePart
-from laserbatch.pipeline.tables.schema import CREATED_AT, require_seconds, table_parts, time_scalar
+from laserbatch.pipeline.tables.schema import CREATED_AT, table_parts, time_scalar
 from laserbatch.pipeline.tables.time_units import in_unit, require_units
 from laserbatch.retrieval_pools.mapped import MappedFiles
 
@@ -76,13 +76,10 @@ def _cut(part: OpenPart, table: str, cutoff: pa.Scalar | None) -> OpenPart:
 
 def require_times(table: str, part: OpenPart, column: str, values: pa.ChunkedArray | pa.Array) -> None:
     """Refuse integers that are no seconds, before the cut by date leaves them out, or keeps them."""
-    if pt.is_integer(values.type):
-        try:
-            require_seconds(values)
-        except pa.ArrowInvalid:
-            findings, of_file = Findings(), replace(part, mask=None).read(column).combine_chunks()
-            IN_RANGE.check(table, column, shown_path(part.file.path), 0, of_file, findings)
-            raise FaultyTable(findings.to_list()[0]) from None
+    if pt.is_integer(values.type) and pc.any(IN_RANGE.broken(values)).as_py():
+        findings, of_file = Findings(), replace(part, mask=None).read(column).combine_chunks()
+        IN_RANGE.check(table, column, shown_path(part.file.path), 0, of_file, findings)
+        raise FaultyTable(findings.to_list()[0])
 
 
 def read_column(parts: list[OpenPart], table: str, name: str) -> pa.ChunkedArray:

@@ -9,6 +9,7 @@ an author, the address of a venue, a code of digits or the phone that a case fit
 import ipaddress
 import re
 import unicodedata
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -258,11 +259,9 @@ def form_of(value: str, name: str, side: Side) -> str | None:
 
 def _is_ip(value: str) -> bool:
     is_v4 = value.count(":") < 2
-    try:
-        ipaddress.ip_interface(value.partition(":")[0] if is_v4 else value)
-    except ValueError:
-        return False
-    return True
+    with suppress(ValueError):
+        return bool(ipaddress.ip_interface(value.partition(":")[0] if is_v4 else value))
+    return False
 
 
 def _is_iban(value: str) -> bool:

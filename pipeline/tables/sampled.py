@@ -20,7 +20,6 @@ from laserbatch.pipeline.tables.part_columns import read_table
 from laserbatch.pipeline.tables.read import end_of_day
 from laserbatch.pipeline.tables.streamed import OpenTables
 
-BATCH_ROWS = 1 << 20  # of interactions that are read at once
 DAY_US = 86_400_000_000
 
 
@@ -41,7 +40,7 @@ def day_of_share(tables: OpenTables, share: float) -> datetime.date:
     Raises TableError where there is none: most are of one day, the first.
     """
     counts: Counter[int] = Counter()
-    for batch in tables.interactions.to_batches(columns=["timestamp"], batch_size=BATCH_ROWS):
+    for batch in tables.interactions.to_batches(["timestamp"]):
         times = batch["timestamp"].drop_null().cast(pa.int64()).to_numpy()
         days, numbers = np.unique(times // DAY_US, return_counts=True)
         counts.update(dict(zip(days.tolist(), numbers.tolist(), strict=True)))
@@ -107,7 +106,7 @@ def write_sample(
 
 def _of(tables: OpenTables, ids: dict[str, pa.Array], columns: list[str]) -> Iterator[pa.RecordBatch]:
     """Interactions of some ids, in the order of their files."""
-    for batch in tables.interactions.to_batches(columns=columns, batch_size=BATCH_ROWS):
+    for batch in tables.interactions.to_batches(columns):
         for name, chosen in ids.items():
             batch = batch.filter(pc.is_in(batch[name], value_set=chosen))
         if batch.num_rows:

@@ -170,26 +170,14 @@ def plain_ids(column: pa.ChunkedArray) -> pa.ChunkedArray:
 def timestamps(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
     """Times as timestamp[us, UTC], from timestamps (without a zone: UTC), dates, or integer unix seconds.
 
-    Raises ArrowInvalid for a value outside what 64 bits of microseconds can hold, and for an integer that is no second
-    between 1900 and 2200, but may be a time in milliseconds.
+    Raises ArrowInvalid for a value outside what 64 bits of microseconds can hold.
     """
     if pt.is_integer(column.type):
-        require_seconds(column)
         column = column.cast(pa.int64()).cast(pa.timestamp("s"))
     elif pt.is_date(column.type):
         column = column.cast(pa.timestamp("ms"))
     # Nanoseconds are cut to microseconds; everything else must fit exactly.
     return column.cast(TIMESTAMP_TYPE, safe=not (pt.is_timestamp(column.type) and column.type.unit == "ns"))
-
-
-def require_seconds(column: pa.ChunkedArray | pa.Array) -> None:
-    """Raise ArrowInvalid unless all integers of a column are seconds between 1900 and 2200."""
-    for value in pc.min_max(column).as_py().values():
-        if value is not None and not EARLIEST_S <= value <= LATEST_S:
-            raise pa.ArrowInvalid(
-                f"found the time {value}; integers are seconds since 1970, between 1900 and 2200. Divide milliseconds "
-                "by 1000, or name the unit in the mapping of `laserbatch data import`"
-            )
 
 
 def time_scalar(moment: pa.Scalar, kind: pa.DataType) -> pa.Scalar:

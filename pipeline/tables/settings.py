@@ -134,8 +134,6 @@ class CsvFormat(Strict):
                     f"the null value {value!r} begins with the `escape`, which is taken away before null values are "
                     "looked for; leave out `escape`, or export nulls as empty fields"
                 )
-        if len(self.delimiter or "") > 1 and (self.quote or self.escape):
-            raise ValueError("`quote` and `escape` need a `delimiter` of one character; leave them out, or convert")
         return self
 
 
@@ -205,7 +203,7 @@ class SourceFiles(Strict):
             values = {getattr(self, key), getattr(self.csv, key)} - {None}
             if len(values) > 1:
                 raise ValueError(f"`{key}` and `csv.{key}` differ; keep the one in `csv`")
-        if len(self.delimiter or "") > 1 and (self.csv.quote or self.csv.escape):
+        if len(self.csv.delimiter or self.delimiter or "") > 1 and (self.csv.quote or self.csv.escape):
             raise ValueError("`quote` and `escape` need a `delimiter` of one character; leave them out, or convert")
         return self
 

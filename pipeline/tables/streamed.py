@@ -26,11 +26,11 @@ from laserbatch.pipeline.tables.part_columns import (
 from laserbatch.pipeline.tables.parts import BATCH_ROWS, TablePart, typed_parts
 from laserbatch.pipeline.tables.read import find_exact_copies, in_log, log_kinds, warn_of_copies
 from laserbatch.pipeline.tables.schema import (
+    ID_COLUMNS,
     REQUIRED_COLUMNS,
     TABLE_NAMES,
     list_table,
     plain_column,
-    plain_ids,
     table_parts,
     tables_folder,
 )
@@ -150,32 +150,34 @@ def iter_rows(path: Path, table: str, columns: str) -> Iterator[pa.RecordBatch]:
         raise TableError(f"{path} {reason}; expected a Parquet file, or a folder of such, with {columns}")
 
 
-def require_log_columns(path: Path, schema: pa.Schema, needs_time: bool = True) -> None:
-    """Raise FaultyTable unless rows of `iter_rows` have ids and times as those of interactions."""
-    for finding in schema_findings("interactions", str(path), schema):
-        is_time_left_out = finding.kind == "missing-column" and finding.column == "timestamp" and not needs_time
-        if finding.column in REQUIRED_COLUMNS["interactions"] and not is_time_left_out:
+def iter_log(path: Path, table: str, needs_time: bool = True) -> Iterator[pa.RecordBatch]:
+    """Rows of `iter_rows` with the columns of interactions, `timestamp` if they have one or it `needs_time`.
+
+    Raises FaultyTable, too, where a column is missing or of a wrong type, and for an id that is too large or not UTF-8.
+    """
+    first_row, findings = 0, Findings()
+    for rows in iter_rows(path, table, f"user_id, item_id and {'' if needs_time else 'perhaps '}timestamp"):
+        for finding in () if first_row else schema_findings("interactions", str(path), rows.schema):
+            is_time_left_out = finding.kind == "missing-column" and finding.column == "timestamp" and not needs_time
+            if finding.column in REQUIRED_COLUMNS["interactions"] and not is_time_left_out:
+                raise FaultyTable(finding)
+        for column in ID_COLUMNS.values():
+            for rule in ID.rules[:2]:  # a row may have no id
+                rule.check(table, column, str(path), first_row, plain_column(rows[column]), findings)
+        for finding in findings.to_list():
             raise FaultyTable(finding)
+        first_row += rows.num_rows
+        yield rows
 
 
 def log_unit(path: Path, note: Callable[[Finding], object]) -> str:
-    """The unit of integer times in the rows of `iter_rows`, inferred from all files; `note` as in `require_units`."""
+    """The unit of integer times in the rows of `iter_log`, inferred from all files; `note` as in `require_units`."""
     files = [file.path for file in list_folder(path, "interactions").files] if path.is_dir() else [path]
     return require_units("interactions", files, note).get("timestamp", "s")
 
 
-def log_ids(ids: pa.Array, column: str, path: Path, first_row: int = 0) -> pa.Array:
-    """Ids in rows of `iter_rows` as string or int64. Raises FaultyTable if one is too large or not UTF-8."""
-    ids, findings = plain_column(ids), Findings()
-    for rule in ID.rules[:2]:  # rows may have no id
-        rule.check("interactions", column, str(path), first_row, ids, findings)
-    for finding in findings.to_list():
-        raise FaultyTable(finding)
-    return plain_ids(ids)
-
-
 def log_times(times: pa.Array, unit: str, path: Path, first_row: int = 0, advice: str = "Write timestamps") -> pa.Array:
-    """Times in the rows of `iter_rows` as timestamp[us, UTC]; integers count units of `unit`.
+    """Times in the rows of `iter_log` as timestamp[us, UTC]; integers count units of `unit`.
 
     Raises TableError if one is not between 1900 and 2200, since times of another unit would be compared with features
     and interactions that came after them.

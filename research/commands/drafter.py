@@ -5,8 +5,8 @@ from typing import Any
 
 import typer
 
-from laserbatch.jobs.console import say, summary
-from laserbatch.jobs.settings import CONFIG, JSON, TO_FOLDER, WORKSPACE, load_settings
+from laserbatch.jobs.console import TO_FOLDER, say, summary
+from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings
 from laserbatch.pipeline.decoding.plugins import TEXT_SOURCES
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.research.drafter_training.settings import EPOCHS, NUM_TEXTS, Kind

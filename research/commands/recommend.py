@@ -4,8 +4,8 @@ from pathlib import Path
 
 import typer
 
-from laserbatch.jobs.console import say, summary
-from laserbatch.jobs.settings import CONFIG, JSON, TO_FOLDER, WORKSPACE, load_settings
+from laserbatch.jobs.console import TO_FOLDER, say, summary
+from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings
 from laserbatch.jobs.stages.night import parse_date, parse_night
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.research.recommending.settings import CodeMaker, DraftLoss
