@@ -138,13 +138,8 @@ def _judged(data: CtrData, scores: np.ndarray) -> dict[str, Any]:
     """The metrics of predictions of the test rows, by the field of a row."""
     labels, users, is_cold = (of_row[data.test] for of_row in (data.labels, data.users, data.is_cold))
     metrics = measure(labels, scores, users, is_cold)
-    return {
-        "auc": metrics.auc,
-        "logloss": metrics.logloss,
-        "gauc": metrics.gauc,
-        "calibration": metrics.mean_prediction - metrics.base_rate,
-        "auc_cold": metrics.auc_cold,
-    }
+    figures = {name: getattr(metrics, name) for name in ("auc", "logloss", "gauc", "auc_cold")}
+    return figures | {"calibration": metrics.mean_prediction - metrics.base_rate}
 
 
 def summarise(rows: list[CtrRow]) -> list[CtrScores]:

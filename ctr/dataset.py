@@ -6,6 +6,7 @@ items its user's history lies. What is known of an entity lies in tables by its 
 
 import datetime
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -19,8 +20,8 @@ PAST_COLUMNS = ("user_count", "user_rate", "item_count", "item_rate", "history_l
 
 
 @dataclass(frozen=True)
-class Rows:
-    """What models see of rows to score, besides fields and knowledge of their entities."""
+class ModelRows:
+    """Rows with the fields of their entities: with knowledge all that a model is built of and scores."""
 
     users: np.ndarray  # int32 (n,)
     items: np.ndarray  # int32 (n,)
@@ -28,12 +29,6 @@ class Rows:
     liked: np.ndarray  # int32 (num_positives,) items, by user, a user's in order of time
     starts: np.ndarray  # int32 (n,): `liked[starts:ends]` is the row's history, oldest first
     ends: np.ndarray  # int32 (n,)
-
-
-@dataclass(frozen=True)
-class ModelRows(Rows):
-    """Rows with the fields of their entities: with knowledge all that a model is built of and scores."""
-
     user_fields: tuple[Field, ...]  # codes by entity number
     item_fields: tuple[Field, ...]
 
@@ -63,33 +58,28 @@ def build_dataset(tables: EntityTables, as_of: datetime.date, settings: CtrSetti
     exists, the label cannot be told, or an interaction is of an unknown entity.
     """
     log = labelled_log(tables, as_of, settings)
-    parts = split_by_time(log, as_of, settings)
+    parts: dict[str, Any] = split_by_time(log, as_of, settings)
     train = slice(parts["train"][0], parts["train"][-1] + 1)
-    num_of = {"user": tables.users.num_rows, "item": tables.items.num_rows}
-    seen = {"user": np.bincount(log.users[train], minlength=num_of["user"])}
-    seen["item"] = np.bincount(log.items[train], minlength=num_of["item"])
-    encoders = {
-        side: fit_encoders(table, f"{side}_id", seen[side], settings.min_id_interactions)
-        for side, table in (("user", tables.users), ("item", tables.items))
-    }
+    seen, encoders = {}, {}
+    for side, table, numbers in (("user", tables.users, log.users), ("item", tables.items, log.items)):
+        seen[side] = np.bincount(numbers[train], minlength=table.num_rows)
+        encoders[side] = fit_encoders(table, f"{side}_id", seen[side], settings.min_id_interactions)
     prior = float(log.labels[train].mean(dtype=np.float64))
-    rows = rows_before(log, log.users, log.items, log.times_us, settings.max_history, prior)
+    rows = rows_before(tables, encoders, log, log.users, log.items, log.times_us, settings.max_history, prior)
     return CtrData(
-        **vars(rows),
+        **vars(rows) | parts,
         times_us=log.times_us,
         labels=log.labels,
         is_cold=seen["user"][log.users] < settings.cold_max_interactions,
-        **parts,
         prior=prior,
         encoders=encoders,
-        user_fields=tuple(encoder.encode(tables.users) for encoder in encoders["user"]),
-        item_fields=tuple(encoder.encode(tables.items) for encoder in encoders["item"]),
     )
 
 
 def rows_before(
-    log: Log, users: np.ndarray, items: np.ndarray, times_us: np.ndarray, max_history: int, prior: float
-) -> Rows:
+    tables: EntityTables, encoders: dict[str, list[Encoder]], log: Log, users: np.ndarray, items: np.ndarray,
+    times_us: np.ndarray, max_history: int, prior: float,
+) -> ModelRows:  # fmt: skip
     """Rows to score as models see them, (n,) users, items and times: from what the log has strictly before each moment.
 
     A row sees neither itself nor anything of its own moment or later, whatever part of the split those rows are in.
@@ -116,7 +106,9 @@ def rows_before(
     starts, ends = _between(keys[order], users, moments, num_moments)
     starts = np.maximum(starts, ends - max_history)
     past[:, 4] = np.log1p(ends - starts) / LOG_SCALE
-    return Rows(users, items, past, log.items[positives[order]], starts, ends)
+    of_users = tuple(encoder.encode(tables.users) for encoder in encoders["user"])
+    of_items = tuple(encoder.encode(tables.items) for encoder in encoders["item"])
+    return ModelRows(users, items, past, log.items[positives[order]], starts, ends, of_users, of_items)
 
 
 def _between(

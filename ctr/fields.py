@@ -47,7 +47,6 @@ class Encoder:
             raise CtrError(f"the tables have no column {self.name!r}, which the model was trained with")
         column = table[self.name].combine_chunks()
         if self.kind == "bins":
-            assert self.edges is not None
             if not _is_number(column.type):
                 raise CtrError(f"column {self.name} is of type {column.type}; the model was trained with numbers")
             return Field(self.name, _bins(column, self.edges), NUM_RESERVED + len(self.edges) + 1)

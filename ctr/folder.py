@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_model, save_model
 
-from laserbatch.ctr.dataset import ModelRows, rows_before
+from laserbatch.ctr.dataset import rows_before
 from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.feature_set import SIDES, Basis, FeatureSet
 from laserbatch.ctr.fields import Encoder
@@ -141,10 +141,8 @@ def score(
         if features is None:
             raise CtrError(f"{folder} was trained with knowledge: give the run whose features it is to see")
         knowledge = Knowledge(**card.basis.reduce(align_sides(tables, features)), basis=card.basis)
-    user_fields = tuple(encoder.encode(tables.users) for encoder in card.encoders["user"])
-    item_fields = tuple(encoder.encode(tables.items) for encoder in card.encoders["item"])
-    before = rows_before(log, users, items, times_us, card.settings.max_history, card.prior)
-    rows = ModelRows(**vars(before), user_fields=user_fields, item_fields=item_fields)
+    max_history = card.settings.max_history
+    rows = rows_before(tables, card.encoders, log, users, items, times_us, max_history, card.prior)
     if card.model == "gbdt":
         columns = GbdtColumns(rows, knowledge)
         return predict_gbdt(load_gbdt(folder / "model.txt"), columns, np.arange(len(users)))

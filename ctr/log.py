@@ -19,7 +19,6 @@ from laserbatch.ctr.feature_set import SIDES
 from laserbatch.ctr.labels import LabelRule, sample_negatives
 from laserbatch.ctr.settings import CtrSettings
 
-EARLIEST_S, LATEST_S = -2_208_988_800, 7_258_118_400  # 1900 and 2200; milliseconds are beyond
 BATCH_ROWS = 1 << 20  # of interactions that are read at once
 SPLIT_TRAIN_SHARE = 0.5  # of what comes after the date, with `history: split`
 
@@ -27,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 class EntityTables(Protocol):
-    """What is needed of the input tables; interactions are a table, or are streamed by methods as a data set has."""
+    """What is needed of the input tables, in the types that ids and times are read in; interactions are a table, or are
+    streamed by methods as a data set has."""
 
     @property
     def users(self) -> pa.Table: ...
@@ -89,7 +89,11 @@ def read_log(tables: EntityTables, label: str) -> Log:
         if is_positive is not None:
             labels[place] = is_positive.to_numpy(zero_copy_only=False)[has_entities]
         users[place], items[place] = of_user[has_entities], of_item[has_entities]
-        times_us[place] = to_us(batch["timestamp"])[has_entities]
+        times = batch["timestamp"]
+        if times.null_count:
+            raise CtrError(f"{times.null_count} rows have no timestamp")
+        in_us = times.cast(pa.timestamp("us", times.type.tz)).cast(pa.int64()).to_numpy()
+        times_us[place] = in_us[has_entities]
     if num_left:
         logger.warning("%d of %d interactions are of users or items that left the tables: left out", num_left, num_rows)
     if num_unlabelled:
@@ -118,22 +122,6 @@ def _require_distinct(ids: pa.Array, side: str) -> None:
         )
 
 
-def to_us(times: pa.Array) -> np.ndarray:
-    """Timestamps of any unit, or integer seconds since 1970, as microseconds: int64 (n,)."""
-    if times.null_count:
-        raise CtrError(f"{times.null_count} rows have no timestamp")
-    if pa.types.is_integer(times.type):
-        for time in pc.min_max(times).as_py().values():
-            if time is not None and not EARLIEST_S <= time <= LATEST_S:
-                raise CtrError(
-                    f"interactions have the timestamp {time}; expected integers that are seconds since 1970, between "
-                    "1900 and 2200. Divide milliseconds by 1000, or name the unit in the mapping of `laserbatch data "
-                    "import`"
-                )
-        return times.cast(pa.int64()).to_numpy() * 1_000_000
-    return times.cast(pa.timestamp("us", times.type.tz)).cast(pa.int64()).to_numpy()
-
-
 def numbers_of(ids: pa.Array, table_ids: pa.Array, side: str, table: str) -> np.ndarray:
     """Rows of the entity table, int32 (n,). Raises CtrError on an unknown id, or ids of another type."""
     rows = _rows_of(ids, table_ids, side, table)
@@ -148,10 +136,6 @@ def numbers_of(ids: pa.Array, table_ids: pa.Array, side: str, table: str) -> np.
 
 def _rows_of(ids: pa.Array, table_ids: pa.Array, side: str, table: str) -> np.ndarray:
     """Rows of the entity table, int32 (n,), -1 where there is none. Raises CtrError on ids of another type."""
-    if (pa.types.is_integer(ids.type) and pa.types.is_integer(table_ids.type)) or pa.types.is_large_string(ids.type):
-        ids = ids.cast(table_ids.type)
-    elif pa.types.is_dictionary(ids.type):
-        ids = ids.dictionary_decode().cast(table_ids.type)
     if ids.type != table_ids.type:
         raise CtrError(f"{table} have {side} ids of type {ids.type}, the table of {side}s {table_ids.type}")
     return np.array(pc.fill_null(pc.index_in(ids, table_ids), -1))

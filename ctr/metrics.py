@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.stats import rankdata
 from sklearn.metrics import log_loss, roc_auc_score
 
 MIN_ROWS_OF_A_SUBSET = 20  # an AUC over fewer rows says nothing
@@ -39,19 +40,13 @@ def gauc(labels: np.ndarray, scores: np.ndarray, users: np.ndarray) -> float | N
 
     By ranks: a user's AUC is (the sum of his positives' ranks - p (p + 1) / 2) / (p q); ties share their mean rank.
     """
-    _, users = np.unique(users, return_inverse=True)
-    order = np.lexsort((scores, users))
-    users, scores, positive = users[order], scores[order], labels[order] > 0
-    first_of_user = np.searchsorted(users, users)
-    is_new = np.r_[True, (users[1:] != users[:-1]) | (scores[1:] != scores[:-1])]  # starts of runs of equal scores
-    starts = np.flatnonzero(is_new)
-    ends = np.r_[starts[1:], len(users)]
-    ranks = ((starts + ends + 1) / 2)[np.cumsum(is_new) - 1] - first_of_user
+    users, levels = (np.unique(of_row, return_inverse=True)[1] for of_row in (users, scores))
+    ranks, positive = rankdata(users * (levels.max() + 1) + levels), labels > 0  # over all users, one after another
     rows, positives = np.bincount(users), np.bincount(users, positive)
-    negatives = rows - positives
+    negatives, num_before = rows - positives, np.cumsum(rows) - rows
     has_both = (positives > 0) & (negatives > 0)
     if not has_both.any():
         return None
-    rank_sums = np.bincount(users, ranks * positive)
+    rank_sums = np.bincount(users, ranks * positive) - positives * num_before
     of_user = (rank_sums - positives * (positives + 1) / 2)[has_both] / (positives * negatives)[has_both]
     return float(np.average(of_user, weights=rows[has_both]))
