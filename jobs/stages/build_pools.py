@@ -93,7 +93,7 @@ def prepare_pools(
         tables, settings = night.tables, night.settings
         routing = RoutingSettings.of(settings.routing)
         all_tables = tables.users, tables.items, tables.interactions
-        routers = fit_routers(*all_tables, routing, settings.seed, tables.scratch_folder)
+        routers = fit_routers(*all_tables, routing, settings.seed, tables.scratch.folder)
     else:
         routers, fit = reused
     return partial(_build_pools, night, routers, fit, make_current)

@@ -71,7 +71,7 @@ class GenerationStage:
         if self.planner.will_probably_write():
             workers.start(self.worker_spec())
         plans, finished = self.planner.plans()
-        self.night.tables.release_pages()
+        self.night.tables.scratch.release()
         for side in SIDES:
             self._emit_plan(plans[side], finished[side])
             self._require_usable(plans[side], finished[side])

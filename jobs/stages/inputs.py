@@ -149,7 +149,7 @@ def sound_tables(
             say(f"WARNING: {path}: {age}")
     for name in sc.TABLE_NAMES:
         inputs[name]["known_sha256"] = _content_sha256(getattr(tables, name))
-    tables.release_pages()
+    tables.scratch.release()
     return inputs, tables
 
 

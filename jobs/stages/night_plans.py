@@ -60,7 +60,7 @@ class NightPlanner:
 
     def previous(self, side: Side) -> PreviousKnowledge:
         folder = self.previous_folder
-        scratch = self.night.tables.scratch_folder
+        scratch = self.night.tables.scratch.folder
         return PreviousKnowledge(None if folder is None else folder.knowledge_folder(side), scratch)
 
     def plans(self) -> tuple[dict[Side, SidePlan], dict[Side, Finished]]:

@@ -305,7 +305,7 @@ def _compared(
             on_entities(stop - start)
             yield tonight.filter(pa.array(can_ask & ~is_same))
 
-    fingerprints = mapped_column(fingerprints_of_changed(), questions.tables.scratch_folder, pa.large_string())
+    fingerprints = mapped_column(fingerprints_of_changed(), questions.tables.scratch.folder, pa.large_string())
     return _Compared(_concatenated(changed), fingerprints, _concatenated(carried), _concatenated(refused))
 
 

@@ -70,11 +70,6 @@ class Tables:
     def entities(self, side: Side) -> pa.Table:
         return self.users if side == "user" else self.items
 
-    @property
-    def scratch_folder(self) -> Path | None:
-        """The folder of scratch files for what grows with the tables' rows; None: in memory."""
-        return self.scratch.folder
-
     def coded(self, side: Side) -> tuple[np.ndarray, np.ndarray]:
         """Of each interaction the code of its user or item, int32[n]; and of each code the row of its entity, int32.
 
@@ -87,10 +82,6 @@ class Tables:
             raise TableError(f"ids of interactions are {ids.dictionary.type}, those of {side}s {known.type}")
         rows = rows_among(ids.dictionary, known).astype(np.int32)
         return codes_of(ids), np.append(rows, np.int32(-1))
-
-    def release_pages(self) -> None:
-        """Let go of the memory of tables that lie in files, which are read again where they are needed."""
-        self.scratch.release()
 
 
 def read_tables(
