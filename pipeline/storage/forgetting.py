@@ -60,8 +60,8 @@ def is_of(column: pa.Array | pa.ChunkedArray, ids: frozenset[str]) -> pa.Array |
         column = column.cast(column.type.value_type)
     if pa.types.is_integer(column.type):
         keys = [int(key) for key in keys if key.removeprefix("-").isdecimal() and str(int(key)) == key]
-        keys = [number for number in keys if -(2**63) <= number < 2**63]
-        column = column.cast(pa.int64())
+        kind = np.iinfo(column.type.to_pandas_dtype())
+        keys = [number for number in keys if kind.min <= number <= kind.max]
     return pc.is_in(column, value_set=pa.array(keys, column.type))
 
 

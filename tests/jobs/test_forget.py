@@ -369,3 +369,5 @@ def test_ids_match_whatever_their_type(kind, ids, expected):
     column = pa.array([7, -5]).cast(kind)
     assert is_of(column, frozenset(ids)).to_pylist() == is_of(column.dictionary_encode(), frozenset(ids)).to_pylist()
     assert is_of(column, frozenset(ids)).to_pylist() == expected
+    too_large = pa.array([2**64 - 5], pa.uint64())  # which no night reads, but whose table may be asked
+    assert [is_of(too_large, frozenset({key})).to_pylist() for key in ("-5", str(2**64 - 5))] == [[False], [True]]
