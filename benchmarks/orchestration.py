@@ -24,7 +24,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -43,7 +43,7 @@ SHARE_CHANGED = {"all": 1.0, "none": 0.0, "some": 0.05, "again": 0.05}
 NIGHTS = {night: FIRST_DATE + datetime.timedelta(days) for days, night in enumerate(SHARE_CHANGED)}
 USER_SHARE, EVENTS_PER_USER = 0.8, 20
 EVENTS_AT_ONCE = 8 * 1024 * 1024
-NUM_PHRASES, PHRASE_TOKENS, PHRASES_PER_TEXT = 2000, 10, 15
+NUM_PHRASES, PHRASE_TOKENS = 2000, 10
 DIM, NUM_VECTORS = 384, 4096  # of the stand-in for an encoder; MiniLM's are as wide
 TOKENS_PER_S = 5_000  # that a night is said to generate at
 REPLAYING_SHARE = 1 / 2  # of the nights on which so many change: on each 6 % of the users' texts
@@ -62,30 +62,32 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--entities", type=int, nargs="*", help="sizes to measure")
     parser.add_argument("--nights", nargs="+", choices=SHARE_CHANGED, default=list(SHARE_CHANGED), help="in this order")
+    parser.add_argument("--text-tokens", type=int, default=150, help=f"tokens of a text, a multiple of {PHRASE_TOKENS}")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        print(json.dumps(watched_night(*arguments.child)))
+        print(json.dumps(watched_night(*arguments.child, arguments.text_tokens)))
         return
     sizes = arguments.entities or scale_of(arguments, (200_000, 1_000_000), (20_000,), (2_000,))
-    rows = [row for size in sizes for row in measured(size, arguments.nights)]
+    rows = [row for size in sizes for row in measured(size, arguments.nights, arguments.text_tokens)]
     finish(arguments.json, figures_of(rows), [table(rows, COLUMNS)], {"rows": rows})
 
 
-def measured(num_entities: int, nights: Sequence[str]) -> list[dict]:
+def measured(num_entities: int, nights: Sequence[str], text_tokens: int) -> list[dict]:
     """Nights of a world of so many entities, a process each."""
     with tempfile.TemporaryDirectory(prefix="laserbatch-orchestration-") as folder:
         write_world(Path(folder), num_entities)
         rows = []
         for night in nights:
             of_night = {"entities": num_entities, "changed_share": SHARE_CHANGED[night], "night": night}
-            rows += [of_night | row for row in night_apart(folder, night)]
+            of_night["text_tokens"] = text_tokens
+            rows += [of_night | row for row in night_apart(folder, night, text_tokens)]
         return rows
 
 
-def night_apart(folder: str, night: str) -> list[dict]:
+def night_apart(folder: str, night: str, text_tokens: int) -> list[dict]:
     """One night in a process of its own."""
-    command = [sys.executable, __file__, "--child", folder, night]
+    command = [sys.executable, __file__, "--child", folder, night, "--text-tokens", str(text_tokens)]
     child = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     return json.loads(child.stdout.splitlines()[-1])
 
@@ -109,7 +111,7 @@ def figures_of(rows: list[dict]) -> list[Figure]:
     figures.append(Figure.under(f"own memory of a process, MB, in any night of {largest:,}", own_mb, MAX_OWN_MB))
     if {(largest, "some"), (largest, "again")} <= nights:
         some_s, again_s = (sum(row["seconds"] for row in driver(largest, night)) for night in ("some", "again"))
-        num_tokens = SHARE_CHANGED["some"] * largest * PHRASE_TOKENS * PHRASES_PER_TEXT
+        num_tokens = SHARE_CHANGED["some"] * largest * rows[0]["text_tokens"]
         driver_s, generating_s = again_s + REPLAYING_SHARE * (some_s - again_s), num_tokens / TOKENS_PER_S
         share = driver_s / (driver_s + generating_s)
         figures.append(Figure.under("share of the driver where 5 % changed", share, MAX_SHARE))
@@ -177,7 +179,7 @@ def names_of(prefix: str, numbers: np.ndarray) -> pa.Array:
     return pc.binary_join_element_wise(prefix, pc.utf8_lpad(pa.array(numbers).cast(pa.string()), 7, "0"), "")
 
 
-def watched_night(folder: str, night: str) -> list[dict]:
+def watched_night(folder: str, night: str, text_tokens: int) -> list[dict]:
     """One night in this process: its stages' time and the most memory that each had in use."""
     rows: list[dict] = []
     with stage("start", rows):
@@ -192,7 +194,7 @@ def watched_night(folder: str, night: str) -> list[dict]:
     whole: list[dict] = []
     with ExitStack() as changed, redirect_stdout(sys.stderr):
         for owner, name, other in (
-            (shards, "run_shards", write_shards),
+            (shards, "run_shards", partial(write_shards, text_tokens // PHRASE_TOKENS)),
             (opened_night, "load_tokenizer", loaded_once),
             (NightWorkers, "start", lambda workers, spec, start=NightWorkers.start: start(workers, None)),  # Ray alone
             (NightWorkers, "worker_pool", no_workers),
@@ -310,7 +312,7 @@ def no_workers(workers, spec) -> SimpleNamespace:
     return SimpleNamespace(spec=spec, layout=WorkerLayout(1, 1, 0, "cpu"))
 
 
-def write_shards(pending, worker_pool, *arguments):
+def write_shards(num_phrases: int, pending, worker_pool, *arguments):
     """Stand in for workers: texts of phrases that an entity's id and the run's choose."""
     spec = worker_pool.spec
     for _ in "user", "item":
@@ -323,12 +325,12 @@ def write_shards(pending, worker_pool, *arguments):
     from laserbatch.pipeline.storage.stats import DecodingStats
 
     phrase_ids, phrases = vocabulary()
-    num_tokens = PHRASE_TOKENS * PHRASES_PER_TEXT
+    num_tokens = PHRASE_TOKENS * num_phrases
     for shard in pending:
         planned = read_parquet(spec.run_dir / shard.path, ["entity_id", "fingerprint", "group"])
         n, seed = planned.num_rows, zlib.crc32(f"{shard.name} {shard.side} {spec.run_id}".encode())
-        chosen = np.random.default_rng(seed).integers(NUM_PHRASES, size=n * PHRASES_PER_TEXT)
-        starts = np.arange(0, n * PHRASES_PER_TEXT + 1, PHRASES_PER_TEXT, dtype=np.int32)
+        chosen = np.random.default_rng(seed).integers(NUM_PHRASES, size=n * num_phrases)
+        starts = np.arange(0, n * num_phrases + 1, num_phrases, dtype=np.int32)
         texts = pc.binary_join(pa.ListArray.from_arrays(starts, phrases.take(pa.array(chosen))), " ")
         offsets = pa.array(np.arange(0, n * num_tokens + 1, num_tokens, dtype=np.int32))
         known = {
