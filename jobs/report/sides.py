@@ -11,6 +11,7 @@ from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.stats import DecodingStats
 
 SIDE_LABELS: dict[Side, str] = {"user": "Users", "item": "Items"}
+MIN_TEXTS_COMPARED = 8  # of each of two passes whose speed is compared
 MAX_SHARE_CUT = 0.05  # the report warns where a larger share of texts ended at the token limit
 
 
@@ -54,10 +55,15 @@ def total(parts: Iterable[DecodingStats | None]) -> DecodingStats | None:
 
 
 def speed_up(sides: list[SideReport], over: str) -> float | None:
-    """Tonight's tokens per second over those of "plain" or "previous_night", on the sides that both wrote."""
+    """Tonight's tokens per second over those of "plain" or "previous_night", on the sides that both wrote.
+
+    None where either wrote too few texts: their time is that of the first and the last one.
+    """
     both = [side for side in sides if side.tonight and getattr(side, over)]
     mine, other = total(side.tonight for side in both), total(getattr(side, over) for side in both)
-    return ratio(mine.tokens_per_s, other.tokens_per_s) if mine and other else None
+    if not mine or not other or min(mine.num_texts, other.num_texts) < MIN_TEXTS_COMPARED:
+        return None
+    return ratio(mine.tokens_per_s, other.tokens_per_s)
 
 
 def side_warnings(side: SideFigures) -> list[str]:

@@ -74,6 +74,13 @@ def test_headline_states_the_result_of_the_night(manifest):
     assert "412 of 700 entities rewritten at 5.0 tokens a step, 3.3× plain; AUC unharmed with" in outline(manifest).text
 
 
+def test_the_speed_of_a_few_texts_is_compared_with_nothing(manifest):
+    for side in manifest["sides"].values():
+        side["stats"]["num_texts"] = 1
+    text = outline(manifest).text
+    assert "entities rewritten at 5.0 tokens a step; AUC unharmed" in text and "too few texts to compare" in text
+
+
 def test_a_night_on_vllm_says_so(manifest):
     manifest["settings"].setdefault("decoding", {})["engine"] = "vllm"
     assert "by vLLM, which verifies greedily" in outline(manifest).text
