@@ -78,7 +78,7 @@ def judged(method: Method, target: Target, texts: Sequence[TrainingText], batch_
         for length, of_text in zip(batch.is_token.sum(1).tolist(), runs.tolist(), strict=True):
             num_tokens, num_steps = num_tokens + length, num_steps + _steps(of_text[:length])
     curves = tuple(_curve(*map(np.concatenate, zip(*of_depth, strict=True))) for of_depth in pairs if of_depth)
-    acceptance = right / np.maximum(num_drafted, 1)
+    acceptance = (right / np.maximum(num_drafted, 1))[: len(curves)]  # of the depths that it drafts
     return Judgement(tuple(acceptance.round(4).tolist()), curves, round(num_tokens / max(1, num_steps), 4))
 
 
