@@ -36,8 +36,8 @@ export COMPILE
 
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
-# torch first and exactly: a looser request would take another build of it. All cores compile the modules, of which pip
-# would use one, but for a third that nothing here imports; some files of packages are for other versions of Python.
+# torch first and exactly: a looser request would take another build of it. All cores compile the modules, where pip
+# would use one. Tests and models are left out: few are imported. Some files are for other versions of Python.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) torch

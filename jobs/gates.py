@@ -23,7 +23,7 @@ from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.parquet import iter_parquet, parquet_files
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
-MIN_TEXTS = 32  # fewer texts decide nothing
+MIN_TEXTS_JUDGED = 32  # fewer texts decide nothing
 MAX_TEXTS_JUDGED = 10_000  # gates read the tokens of at most this many texts a side, evenly spaced
 MAX_ROW_GROUPS = 8  # gates read the vectors of these texts from at most this many row groups, evenly spaced
 EMPTY_TOKENS = 3  # a text of fewer tokens counts as empty
@@ -199,16 +199,16 @@ def _of_side(
     num_texts = 0 if features is None else features.num_rows
     if before is not None and _least_evidence(manifest) > _least_evidence(before):  # a raised limit drops texts
         num_texts += figures.postponed.get(EVIDENCE, 0) - before.generation.sides[side].postponed.get(EVIDENCE, 0)
-    coverage = num_texts / num_before if num_before >= MIN_TEXTS else None
+    coverage = num_texts / num_before if num_before >= MIN_TEXTS_JUDGED else None
     yield gate("coverage", coverage, "no run before with enough texts")
     failed = figures.num_quarantined / max(figures.num_entities, 1)
     reasons = ", ".join(f"{reason} ({number})" for reason, number in figures.quarantine_reasons.items())
     yield GateFigures("quarantine", side, failed, reason=reasons)
     num_lost = sum(shard.num_quarantined for shard in figures.shards)
     num_written = num_lost + sum(shard.num_rows for shard in figures.shards)
-    yield gate("unusable", num_lost / num_written if num_written >= MIN_TEXTS else None)
+    yield gate("unusable", num_lost / num_written if num_written >= MIN_TEXTS_JUDGED else None)
     texts = _sample(run, figures)
-    enough = texts.num_rows >= MIN_TEXTS
+    enough = texts.num_rows >= MIN_TEXTS_JUDGED
     lengths = texts["num_tokens"].to_numpy()
     is_cut = pc.equal(texts["finish_reason"], "length").to_numpy().astype(bool) | (lengths < EMPTY_TOKENS)
     yield gate("cut", is_cut.mean() if enough else None)
@@ -234,12 +234,13 @@ def _drift(
     names = ["entity_id", "num_tokens", *PROVENANCE]
     judged = texts["entity_id"].combine_chunks()
     parts = [texts.select(names)[:0]]
-    for batch in iter_parquet(previous.knowledge_folder(side), names) if previous and len(judged) >= MIN_TEXTS else ():
+    are_enough = len(judged) >= MIN_TEXTS_JUDGED
+    for batch in iter_parquet(previous.knowledge_folder(side), names) if previous and are_enough else ():
         if batch.schema.field("entity_id").type == judged.type:
             rows = pa.Table.from_batches([batch]).filter(pc.is_in(batch["entity_id"], value_set=judged))
             parts.append(rows)
     last = pa.concat_tables(parts)
-    if previous is None or last.num_rows < MIN_TEXTS:
+    if previous is None or last.num_rows < MIN_TEXTS_JUDGED:
         yield from (GateFigures(name, side, reason=TOO_FEW) for name in ("length", "vector drift"))
         return
     now = texts.take(pc.index_in(last["entity_id"], value_set=judged))
@@ -253,7 +254,7 @@ def _drift(
         yield GateFigures("vector drift", side, reason="vectors of another encoder")
         return
     both = ids.filter(pc.is_in(ids, value_set=last["entity_id"].combine_chunks()))
-    if len(both) < MIN_TEXTS:
+    if len(both) < MIN_TEXTS_JUDGED:
         yield GateFigures("vector drift", side, reason=TOO_FEW)
         return
     earlier_ids, earlier = _vectors(previous, side, both)

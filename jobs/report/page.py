@@ -165,7 +165,7 @@ def key_figures(manifest: RunManifest, sides: list[SideReport]) -> list[KeyFigur
     )
     compared = [(before, "previous night"), (plain, "plain")]
     steps = [f"{name} {decimal(stats.tokens_per_step)}" for stats, name in compared if stats]
-    alone = ["nothing to compare with"] if before is plain is None else ["too few texts to compare"]
+    alone = ["too few texts to compare" if before or plain else "nothing to compare with"]
     return [
         KeyFigure("entities written", generated, [f"of {entities}; {carried} carried over", f"{failed} quarantined"]),
         KeyFigure("tokens per second", rate(tonight and tonight.tokens_per_s), _factors(sides) or alone),

@@ -57,7 +57,7 @@ def total(parts: Iterable[DecodingStats | None]) -> DecodingStats | None:
 def speed_up(sides: list[SideReport], over: str) -> float | None:
     """Tonight's tokens per second over those of "plain" or "previous_night", on the sides that both wrote.
 
-    None where either wrote too few texts: their time is that of the first and the last one.
+    None where either wrote fewer than MIN_TEXTS_COMPARED texts, which say nothing of speed.
     """
     both = [side for side in sides if side.tonight and getattr(side, over)]
     mine, other = total(side.tonight for side in both), total(getattr(side, over) for side in both)

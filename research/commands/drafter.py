@@ -22,7 +22,7 @@ def train(
         "small: a model.",
     ),
     out: Path = typer.Option(
-        ..., help="Folder to write; a folder of the same training that was killed is continued.", **TO_FOLDER
+        ..., help="Folder to write. If the same training was killed, the command goes on with it.", **TO_FOLDER
     ),
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
