@@ -22,17 +22,36 @@ def path_to(tree: TokenTree, node: int) -> list[int]:
     return [] if node < 0 else [*path_to(tree, int(tree.parents[node])), node]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gpt_neox", "gpt_oss", "olmo2"])
+@torch.no_grad()
+def last_logits(model, texts: list[list[int]]) -> torch.Tensor:
+    """Logits behind each text, (num_texts, vocab_size), by one causal forward; no text sees what pads it."""
+    longest = max(map(len, texts))
+    padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
+    logits = model(input_ids=padded, use_cache=False).logits
+    return logits[torch.arange(len(texts)), torch.tensor([len(text) - 1 for text in texts])]
+
+
+LOOPS, ALONE, LIKE, TOGETHER = None, (0, 128), (1000, 128), (10**9, 128)  # the cost of a call, tokens of a block
+BLOCKS, BLOCKS_LIKE = (0, 3), (8, 3)
+
+
 @pytest.mark.parametrize(
-    ("call_cost", "block_tokens", "has_loops"),
-    [(0, 128, False), (1000, 128, False), (10**9, 128, False), (0, 3, False), (8, 3, False), (1000, 128, True)],
+    ("architecture", "grouping"),
+    [
+        *[(name, by) for name in ("mistral", "gpt_oss") for by in (ALONE, LIKE, TOGETHER, BLOCKS, BLOCKS_LIKE)],
+        *[("llama", by) for by in (LOOPS, LIKE, BLOCKS)],  # no window
+        *[("gemma2", by) for by in (LIKE, TOGETHER)],  # a softcap
+        *[("gpt_neox", by) for by in (LOOPS, ALONE, BLOCKS_LIKE)],  # a key of each query's own
+        ("mistral", LOOPS),
+    ],
 )
-def test_every_node_gets_the_logits_of_its_own_path(architecture, call_cost, block_tokens, has_loops, monkeypatch):
+def test_every_node_gets_the_logits_of_its_own_path(architecture, grouping, monkeypatch):
     """Ragged trees of several sequences, by loops or in any grouping, against plain causal runs."""
-    monkeypatch.setattr(torch_attention, "BLOCK_TOKENS", block_tokens)
-    if not has_loops:
+    if grouping is not LOOPS:
         monkeypatch.setattr(interface, "_has_loops", lambda query: False)
-    monkeypatch.setitem(interface.CALL_COST, "cpu", call_cost)
+        call_cost, block_tokens = grouping
+        monkeypatch.setattr(torch_attention, "BLOCK_TOKENS", block_tokens)
+        monkeypatch.setitem(interface.CALL_COST, "cpu", call_cost)
     sizes = {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": None}
     model = tiny_model(architecture, **(sizes if architecture == "gpt_oss" else {}))
     reference = tiny_model(architecture, **(sizes if architecture == "gpt_oss" else {}))
@@ -56,12 +75,10 @@ def test_every_node_gets_the_logits_of_its_own_path(architecture, call_cost, blo
         kept_nodes = []
         for i, row in enumerate(rows):
             chain, tree = pending[row], trees[row]
-            for node in range(-1, len(tree)):
-                full = texts[row] + chain + tree.token_ids[path_to(tree, node)].tolist()
-                with torch.no_grad():
-                    expected = reference(input_ids=torch.tensor([full]), use_cache=False).logits[0, -1]
-                actual = out.logits[out.batch.logit_starts[i] + 1 + node]
-                torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+            ends = [tree.token_ids[path_to(tree, node)].tolist() for node in range(-1, len(tree))]
+            expected = last_logits(reference, [texts[row] + chain + end for end in ends])
+            actual = out.logits[out.batch.logit_starts[i] :][: len(ends)]
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
             accepted = path_to(tree, int(rng.integers(-1, len(tree))))
             kept_nodes.append(np.array(accepted, np.int64))
             texts[row] = texts[row] + chain + tree.token_ids[accepted].tolist()
