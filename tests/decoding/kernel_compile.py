@@ -52,7 +52,7 @@ def compile_kernel(kernel, architecture: int, dtype: str, **constants) -> Compil
 
 def main() -> None:
     cases = {
-        80: ((1, False, 16, 128, torch.bfloat16), (4, True, 64, 256, torch.bfloat16)),
+        80: ((1, False, 64, 256, torch.bfloat16),),
         90: ((4, True, 64, 128, torch.bfloat16), (4, True, 16, 128, torch.float32)),
     }
     for architecture, shapes in cases.items():

@@ -41,7 +41,7 @@ def assert_equal_to_the_slow_one(pack: Pack, shape: LaunchShape | None = None, *
     torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
-WHOLE, CUT = 0, 1024  # MIN_PROGRAMS: keys are never cut, or as those of few sequences are
+WHOLE, CUT = 0, 32  # MIN_PROGRAMS: keys are never cut, or into some parts, each of which is interpreted
 
 
 @pytest.fixture(params=[WHOLE, CUT], ids=["one-part", "many-parts"])
@@ -126,7 +126,7 @@ def test_padding_tokens_and_sequences_get_zeros_and_change_nothing(part_keys):
 def test_a_result_does_not_depend_on_what_shares_the_pack():
     pack = random_pack(SHORTER, device=DEVICE)
     starts, slot_starts = pack.metadata.cu_seqlens_q.tolist(), pack.metadata.cu_seqlens_k.tolist()
-    together = triton_attention(pack.query, pack.keys, pack.values, pack.metadata, 0.3, shape=LaunchShape(8, 8))
+    together = triton_attention(pack.query, pack.keys, pack.values, pack.metadata, 0.3, shape=LaunchShape(4, 8))
     for b in range(len(SHORTER)):
         tokens, slots = slice(starts[b], starts[b + 1]), slice(slot_starts[b], slot_starts[b + 1])
         alone = type(pack.metadata)(
@@ -138,7 +138,7 @@ def test_a_result_does_not_depend_on_what_shares_the_pack():
             ancestors=pack.metadata.ancestors[tokens],
             positions=pack.metadata.positions[tokens],
         )
-        shape = LaunchShape(8, 8)
+        shape = LaunchShape(4, 8)
         actual = triton_attention(pack.query[tokens], pack.keys, pack.values, alone, 0.3, shape=shape)
         assert torch.equal(actual, together[tokens])
 
@@ -167,7 +167,7 @@ def test_kernels_compile_for_gpus_that_are_not_here(tmp_path):
         [sys.executable, str(here.with_name("kernel_compile.py"))], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) == 8
+    assert len(done.stdout.splitlines()) == 7
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="memory that is never touched is free on a CPU alone")
