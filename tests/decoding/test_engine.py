@@ -294,7 +294,7 @@ def test_draft_limits_hold():
 
 
 def test_every_end_token_ends_a_text():
-    prompts = tiny_prompts(30)
+    prompts = tiny_prompts(12)
     texts = plain_texts(MODEL, prompts, 24)
     engine = tiny_engine(MODEL)
     results = by_id(engine.generate(requests_for(prompts, 24)))

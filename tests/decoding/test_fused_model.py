@@ -95,8 +95,11 @@ def test_in_bfloat16_its_error_is_no_larger_than_that_of_transformers(architectu
     assert np.mean(errors[0]) <= 1.05 * np.mean(errors[1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("architecture", "changes"), [("llama", {}), ("gemma3_text", {}), ("mistral", {}), WIDE])
+@pytest.mark.parametrize(
+    ("architecture", "changes", "dtype"),
+    [(name, {}, dtype) for name in ("llama", "gemma3_text", "mistral") for dtype in (torch.float32, torch.bfloat16)]
+    + [(*WIDE, torch.bfloat16)],
+)
 def test_texts_are_the_same_at_any_batch_size_drafted_or_not(architecture, changes, dtype):
     if dtype == torch.bfloat16 and not multiplies_bfloat16():
         pytest.skip("this processor does not multiply bfloat16")
@@ -104,9 +107,9 @@ def test_texts_are_the_same_at_any_batch_size_drafted_or_not(architecture, chang
     assert loaded.model.fused is not None
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, VOCAB, int(size)).astype(np.int32) for size in rng.integers(4, 80, 20)]
-    requests = [GenerationRequest(str(n), prompt, max_new_tokens=30) for n, prompt in enumerate(prompts)]
+    requests = [GenerationRequest(str(n), prompt, max_new_tokens=20) for n, prompt in enumerate(prompts)]
     texts = []
-    for batch_size, num_drafts in ((1, 0), (4, 0), (16, 0), (1, 9), (16, 9), (7, 3)):
+    for batch_size, num_drafts in ((1, 0), (16, 0), (16, 9), (7, 3)):
         settings = DecodingSettings(
             batch_size=batch_size, verifier="greedy", drafters=("prompt", "output"), max_draft_tokens=num_drafts
         )

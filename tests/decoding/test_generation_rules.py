@@ -33,7 +33,7 @@ from laserbatch.pipeline.errors import ModelError
 VOCAB = 9
 
 
-@pytest.mark.parametrize("batch_size, max_cache_tokens", [(4, None), (9, None), (9, 110)])
+@pytest.mark.parametrize("batch_size, max_cache_tokens", [(4, None), (9, 110)])
 def test_texts_under_a_repetition_penalty_are_those_of_generate(batch_size, max_cache_tokens):
     model, prompts = tiny_model("qwen2"), tiny_prompts()
     without = plain_texts(model, prompts, 24)
