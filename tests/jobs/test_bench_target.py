@@ -14,7 +14,7 @@ from laserbatch.jobs.stages import publishing
 from laserbatch.jobs.stages.night import open_run
 from laserbatch.pipeline.storage.parquet import read_parquet
 
-NUM_READERS, NUM_BOOKS = 8, 4  # fewer than a night stops at; books a reader
+NUM_READERS, NUM_BOOKS = 6, 3  # fewer than a night stops at; books a reader
 FINISHED = {  # the form that it was trained on
     "name": "finished_user", "version": 1, "framework": "once", "side": "user", "parser": "json",
     "fields": {"interests": "list"}, "instruction": "{A_user} {interacted} these {items}:",

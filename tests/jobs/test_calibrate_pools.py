@@ -20,12 +20,12 @@ from laserbatch.pipeline.storage.figures import BudgetFigures, BudgetForecast
 from laserbatch.retrieval_pools.sources import SOURCE_PREVIOUS
 
 FIRST_DATE, SECOND_DATE = datetime.date(2025, 2, 28), datetime.date(2025, 3, 1)
-NUM_ITEMS = 300
+NUM_ITEMS = 300  # more than a night replays all of
 
 
 @pytest.fixture
 def world(tmp_path):
-    write_sample_world(tmp_path / "tables", num_users=20, num_items=NUM_ITEMS)
+    write_sample_world(tmp_path / "tables", num_users=20, num_items=100)
     return tmp_path
 
 

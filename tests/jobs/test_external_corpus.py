@@ -1,14 +1,15 @@
 """Nights whose server is an SGLang that drafts from external corpora, as a small server answers by SGLang's source."""
 
+import os
 import re
 import signal
-import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
-from night_world import FIRST_DATE, SECOND_DATE, command_here, make_world, run_here, start, write_here
+from night_world import FIRST_DATE, SECOND_DATE, command_here, make_world, run_here, write_here
 from small_server import KEY, MODEL, Fault, small_server
 from test_endpoint_night import OF_A_SHARD, OF_AN_ANSWER, configured
 
@@ -25,13 +26,6 @@ INFO = {
     "speculative_ngram_external_sam_budget": 3,
     "speculative_ngram_external_corpus_max_tokens": 10_000_000,
 }
-WITHOUT_RAY = f"""
-import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
-from in_process import write_here
-from laserbatch.jobs.cli import main
-write_here(setattr)
-main()
-"""
 ADD, REMOVE = "/add_external_corpus", "/remove_external_corpus"
 
 
@@ -113,13 +107,17 @@ def test_the_corpus_of_a_night_that_was_killed_is_replaced_by_the_next_attempt(f
     is_killed = threading.Event()
 
     def kill(body, number):
-        killed.kill()
+        os.kill(pid, signal.SIGKILL)
         is_killed.set()
 
     server.fault = kill
-    arguments = ("nightly", "--config", configured(folder, server), "--date", SECOND_DATE, "--force")
-    killed = start(*arguments, laserbatch=(sys.executable, "-c", WITHOUT_RAY))
-    assert is_killed.wait(120) and killed.wait() == -signal.SIGKILL
+    config = configured(folder, server)
+    pid = os.fork()
+    if not pid:  # as the command in a process of its own, without loading all of it again
+        with suppress(BaseException):
+            command_here("nightly", "--config", config, "--date", SECOND_DATE, "--force")
+        os._exit(0)
+    assert is_killed.wait(120) and os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     (left_over,) = server.corpora
     server.fault = lambda body, number: None
     left, _, manifest = night("--json")

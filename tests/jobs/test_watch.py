@@ -217,7 +217,7 @@ def test_a_real_night_is_watched_by_another_process(tmp_path, monkeypatch, capfd
     write_here(monkeypatch)
     monkeypatch.setattr(metrics, "REFRESH_S", 0.1)
     textfile = tmp_path / "laserbatch.prom"
-    make_world(tmp_path, num_users=8, num_items=20)
+    make_world(tmp_path, num_users=6, num_items=12)
     config = str(write_config(tmp_path, metrics={"textfile": str(textfile)}, encoding={"num_clusters": 2}))
     run_shards, watching = shards.run_shards, []
 
