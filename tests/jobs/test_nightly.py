@@ -105,7 +105,7 @@ def two_nights(installed, tmp_path_factory) -> Path:
     The first was killed when it had finished a shard, and the same command was given again, here. `first.json` says
     what it found: shards and when they were written, before and after; `first.txt` what it said.
     """
-    folder = make_world(tmp_path_factory.mktemp("nights"), num_users=16, num_items=24)
+    folder = make_world(tmp_path_factory.mktemp("nights"), num_users=10, num_items=12)
     (folder / "cost.yaml").write_text(COST)
     config = write_config(folder, decoding=CHOSEN, encoding=SHIPPED)
     command = ("nightly", "--config", str(config), "--date", FIRST_DATE)
@@ -135,7 +135,7 @@ def _shards_before_a_kill(folder: Path, night: subprocess.Popen) -> dict[str, in
     deadline = time.monotonic() + 240
     shards = lambda: sorted(folder.glob("workspace/runs/*/shards/*/0*.json"))  # noqa: E731
     while not shards() and night.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
+        time.sleep(0.2)
     assert night.poll() is None, night.communicate()[1]
     os.killpg(night.pid, signal.SIGKILL)
     night.communicate()
