@@ -6,7 +6,7 @@ last two parts are digests of what is shown, not of the values, so that another 
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
@@ -28,6 +28,7 @@ from laserbatch.pipeline.tables.read import Tables
 ROWS_AT_ONCE = 64 * 1024  # of items, whose values are Python objects for a moment
 LABEL_COLUMNS = ("event", "rating")  # of interactions: what a line of history says was done
 SHOWN_SCHEMA = pa.schema([("attributes", pa.string()), ("history", pa.string()), ("num_events", pa.int32())])
+_DIGEST = np.dtype(f"V{DIGEST_BYTES}")
 
 
 class SideQuestions:
@@ -45,8 +46,8 @@ class SideQuestions:
         """Fingerprints of the entities of some rows, by `prompts.PARTS`; null where an item has no title."""
         part = self.entities.slice(start, stop - start)
         lines = self._attribute_lines(part).dictionary_encode("encode")
-        digests = [_digest(_NOTHING if line is None else line.encode()) for line in lines.dictionary.to_pylist()]
-        line_digests = pa.array(digests, pa.string()).take(lines.indices)
+        shown = (_NOTHING if line is None else line.encode() for line in lines.dictionary.to_pylist())
+        line_digests = _in_hex(shown).take(lines.indices)
         histories = self._history_digests(np.arange(start, start + part.num_rows))
         fingerprints = pc.binary_join_element_wise(self._shared, line_digests, histories, "-")
         if self.side == "user":
@@ -117,12 +118,13 @@ class SideQuestions:
 
     @cached_property
     def _event_digests(self) -> np.ndarray:
-        """uint8 (num_items, DIGEST_BYTES)."""
+        """V16 (num_items,)."""
         digests = []
         for part in _slices(pa.table(dict(zip(("title", "rest"), self._events, strict=True)))):
             texts = zip(part["title"].to_pylist(), part["rest"].to_pylist(), strict=True)
             # A title has no line break.
-            digests.append(_as_rows(title if rest is None else f"{title}\n{rest}" for title, rest in texts))
+            lines = (title if rest is None else f"{title}\n{rest}" for title, rest in texts)
+            digests.append(np.frombuffer(_digests(line.encode() for line in lines), _DIGEST))
         return np.concatenate(digests)
 
     def _attribute_lines(self, part: pa.Table) -> pa.Array:
@@ -133,14 +135,15 @@ class SideQuestions:
 
     def _history_digests(self, rows: np.ndarray) -> pa.Array:
         if self._template.history is None:
-            return pa.repeat(_digest(b""), len(rows))
+            return pa.repeat(_in_hex([b""])[0], len(rows))
         places, starts = self.histories.chosen(rows, self._template.history)
         labels = pc.fill_null(self._labels(places), "").dictionary_encode()
-        label_digests = _as_rows(labels.dictionary.to_pylist())
-        shown = [self._event_digests[self.histories.items(places)], label_digests[labels.indices.to_numpy()]]
-        data = np.concatenate(shown, axis=1).tobytes()
-        bounds = (starts * 2 * DIGEST_BYTES).tolist()
-        return pa.array([_digest(data[first:last]) for first, last in pairwise(bounds)], pa.string())
+        label_digests = np.frombuffer(_digests(label.encode() for label in labels.dictionary.to_pylist()), _DIGEST)
+        shown = np.empty((len(places), 2), _DIGEST)
+        shown[:, 0] = self._event_digests[self.histories.items(places)]
+        shown[:, 1] = label_digests[labels.indices.to_numpy()]
+        data, bounds = shown.view(np.uint8).reshape(-1).data, (starts * 2 * DIGEST_BYTES).tolist()
+        return _in_hex(data[first:last] for first, last in pairwise(bounds))
 
     def _labels(self, places: np.ndarray) -> pa.Array:
         """The labels of the events at some places, string[n]: event, rating or both; null without either."""
@@ -210,10 +213,13 @@ def _slices(table: pa.Table) -> Iterator[pa.Table]:
     return (table.slice(start, ROWS_AT_ONCE) for start in range(0, max(table.num_rows, 1), ROWS_AT_ONCE))
 
 
-def _digest(data: bytes) -> str:
-    return blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
+def _digests(parts: Iterable[bytes | memoryview]) -> bytes:
+    """The digests of some data, one after another."""
+    return b"".join(blake2b(data, digest_size=DIGEST_BYTES).digest() for data in parts)
 
 
-def _as_rows(texts) -> np.ndarray:
-    data = b"".join(blake2b(text.encode(), digest_size=DIGEST_BYTES).digest() for text in texts)
-    return np.frombuffer(data, np.uint8).reshape(-1, DIGEST_BYTES)
+def _in_hex(parts: Iterable[bytes | memoryview]) -> pa.Array:
+    """The digests of some data as texts."""
+    digits = pa.py_buffer(_digests(parts).hex().encode())
+    kind = pa.binary(2 * DIGEST_BYTES)
+    return pa.Array.from_buffers(kind, digits.size // (2 * DIGEST_BYTES), [None, digits]).cast(pa.string())
