@@ -26,7 +26,7 @@ from laserbatch.pipeline.encoding.vector_files import FeatureRows, NewVectors, V
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import atomic_folder, link_file, sha256_file
 from laserbatch.pipeline.storage.figures import FeatureFigures
-from laserbatch.pipeline.storage.mapped import mapped_column
+from laserbatch.pipeline.storage.mapped import mapped_columns
 from laserbatch.pipeline.storage.parquet import (
     ROW_GROUP_ROWS,
     as_large,
@@ -208,10 +208,9 @@ class _Texts:
 
     @classmethod
     def read(cls, knowledge: Path, earlier: Path | None, id_column: str, scratch: Path) -> "_Texts":
-        def chunks(name: str) -> Iterator[pa.Array]:
-            return (batch[name] for batch in iter_parquet(knowledge, [name]))
-
-        rows = pa.table({name: mapped_column(chunks(name), scratch) for name in ("entity_id", *PROVENANCE)})
+        names = ("entity_id", *PROVENANCE)
+        batches = ([batch[name] for name in names] for batch in iter_parquet(knowledge, names))
+        rows = pa.table(mapped_columns(batches, scratch, [None] * len(names)), names)
         id_type = pq.read_schema(parquet_files(knowledge)[0]).field("entity_id").type
         order = pc.sort_indices(rows["entity_id"].chunk(0)).to_numpy().view(np.int64)
         earlier_rows = np.full(len(order), -1) if earlier is None else _known_rows(rows, order, earlier, id_column)

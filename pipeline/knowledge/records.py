@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from laserbatch.pipeline.storage.mapped import mapped_column
-from laserbatch.pipeline.storage.parquet import iter_parquet, num_rows_of, parquet_files
+from laserbatch.pipeline.storage.mapped import mapped_column, mapped_columns
+from laserbatch.pipeline.storage.parquet import iter_parquet, parquet_files
 from laserbatch.retrieval_pools.ids import rows_among
 
 RECORD_VERSION = 4
@@ -64,13 +64,18 @@ class PreviousKnowledge:
 
     def __init__(self, folder: Path | None, scratch: Path | None = None) -> None:
         self._files, self._scratch = [] if folder is None else parquet_files(folder), scratch
-        self._starts = np.cumsum([0, *map(num_rows_of, self._files)])  # of the rows of each file
-        self._entity_ids = mapped_column(self._chunks("entity_id"), scratch)
-        self._fingerprints = mapped_column(self._chunks("fingerprint"), scratch)
+        counts = [0]
+        self._entity_ids, self._fingerprints = mapped_columns(self._batches(counts), scratch, [None, None])
+        self._starts = np.cumsum(counts)  # of the rows of each file
         self.num_rows = len(self._entity_ids)
 
-    def _chunks(self, column: str) -> Iterator[pa.Array]:
-        return (batch.column(0) for file in self._files for batch in iter_parquet(file, [column]))
+    def _batches(self, counts: list[int]) -> Iterator[tuple[pa.Array, pa.Array]]:
+        """Ids and fingerprints, file by file, whose numbers of rows are added to `counts`."""
+        for file in self._files:
+            counts.append(0)
+            for batch in iter_parquet(file, ["entity_id", "fingerprint"]):
+                counts[-1] += batch.num_rows
+                yield batch["entity_id"], batch["fingerprint"]
 
     def rows_of(self, entity_ids: pa.ChunkedArray) -> np.ndarray:
         """Row of each entity's record, int64[n]; -1 where it has none."""

@@ -2,8 +2,8 @@
 
 import mmap
 import os
-from collections.abc import Iterable
-from itertools import chain
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, cast
 
@@ -15,38 +15,61 @@ from laserbatch.retrieval_pools.mapped import nameless_file
 
 
 def mapped_column(chunks: Iterable[pa.Array], folder: Path | None, kind: pa.DataType | None = None) -> pa.Array:
-    """The values of all chunks as one array, in files of a folder; None: in memory. None of them is null.
+    """The values of all chunks as one array; see `mapped_columns`."""
+    return mapped_columns(([chunk] for chunk in chunks), folder, [kind])[0]
 
-    `kind` is the array's type: numbers, large strings or large lists of numbers; None: the large type of the first
-    chunk's, and nulls where there is no chunk. Raises OSError where the disk is full.
+
+def mapped_columns(
+    batches: Iterable[Sequence[pa.Array]], folder: Path | None, kinds: Sequence[pa.DataType | None]
+) -> list[pa.Array]:
+    """The columns of all batches, each as one array, in files of a folder; None: in memory. No value is null.
+
+    `kinds` are the arrays' types: numbers, large strings or large lists of numbers; None: the large type of the first
+    batch's column, and nulls where there is no batch. Raises OSError where the disk is full.
     """
-    chunks = iter(chunks)
-    first = next(chunks, None)
-    if first is None:
-        return pa.array([], kind or pa.null())
-    kind = kind or large_type(first.type)
-    if folder is None:
-        return pa.chunked_array([chunk.cast(kind) for chunk in (first, *chunks)], kind).combine_chunks()
-    with nameless_file(folder) as values, nameless_file(folder) as ends:
-        length, total = 0, 0
-        _write(ends, np.zeros(1, np.int64))
-        for chunk in chain([first], chunks):
-            column, length = chunk.cast(kind), length + len(chunk)
-            if pa.types.is_primitive(kind):
-                _write(values, column.to_numpy())
-                continue
+    with ExitStack() as files:
+        columns = [_Column(kind, folder, files) for kind in kinds]
+        for batch in batches:
+            for column, chunk in zip(columns, batch, strict=True):
+                column.append(chunk)
+        return [column.array() for column in columns]
+
+
+class _Column:
+    """One column, whose values, and where each ends if they differ in size, are written to files."""
+
+    def __init__(self, kind: pa.DataType | None, folder: Path | None, files: ExitStack) -> None:
+        self._kind, self._chunks = kind, list[pa.Array]()
+        self._files = folder and [files.enter_context(nameless_file(folder)) for _ in ("values", "ends")]
+        self._length = self._total = 0
+
+    def append(self, chunk: pa.Array) -> None:
+        self._kind = self._kind or large_type(chunk.type)
+        column, self._length = chunk.cast(self._kind), self._length + len(chunk)
+        if not self._files:
+            self._chunks.append(column)
+        elif pa.types.is_primitive(self._kind):
+            _write(self._files[0], column.to_numpy())
+        else:
             _, offsets, *_ = column.buffers()
             bounds = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
-            _write(ends, bounds[1:] - bounds[0] + total)
-            _write(values, _flat(column)[bounds[0] : bounds[-1]])
-            total += int(bounds[-1] - bounds[0])
+            _write(self._files[1], bounds[:-1] - bounds[0] + self._total)
+            _write(self._files[0], _flat(column)[bounds[0] : bounds[-1]])
+            self._total += int(bounds[-1] - bounds[0])
+
+    def array(self) -> pa.Array:
+        kind = self._kind or pa.null()
+        if not self._files or pa.types.is_null(kind):
+            return pa.chunked_array(self._chunks, kind).combine_chunks()
+        values, ends = self._files
+        if pa.types.is_primitive(kind):
+            return pa.Array.from_buffers(kind, self._length, [None, _mapped(values)])
+        _write(ends, np.array([self._total]))
         data, offsets = _mapped(values), _mapped(ends)
-    if pa.types.is_primitive(kind):
-        return pa.Array.from_buffers(kind, length, [None, data])
-    if pa.types.is_large_list(kind):
-        flat = pa.Array.from_buffers(cast(pa.LargeListType, kind).value_type, total, [None, data])
-        return pa.Array.from_buffers(kind, length, [None, offsets], children=[flat])
-    return pa.Array.from_buffers(kind, length, [None, offsets, data])
+        if pa.types.is_large_list(kind):
+            flat = pa.Array.from_buffers(cast(pa.LargeListType, kind).value_type, self._total, [None, data])
+            return pa.Array.from_buffers(kind, self._length, [None, offsets], children=[flat])
+        return pa.Array.from_buffers(kind, self._length, [None, offsets, data])
 
 
 def _flat(column: pa.Array) -> np.ndarray:

@@ -223,7 +223,6 @@ def test_more_than_2_gib_of_text_is_carried_over_a_part_at_a_time(tmp_path, monk
     read = lambda path, columns: (batch.select(columns or batch.schema.names) for batch in batches)  # noqa: E731
     monkeypatch.setattr(earlier_records, "iter_parquet", read)
     monkeypatch.setattr(earlier_records, "parquet_files", lambda folder: [folder])
-    monkeypatch.setattr(earlier_records, "num_rows_of", lambda file: len(batches))
     previous = PreviousKnowledge(tmp_path)
     carried = previous.records(np.array([7]), pa.string(), False)
     written = RunFolder(tmp_path / "run").shards("user").write("carried", carried)
