@@ -50,6 +50,7 @@ REPLAYING_SHARE = 1 / 2  # of the nights on which so many change: on each 6 % of
 BESIDE, IN_TASK = "carry, beside write", "pools, in a task"
 TASK_FILE = "pools.json"  # the row of that task
 SAMPLE_S = 0.02  # between two looks at this process's own memory
+SAMPLING_S = [0.0]  # that these took
 MAX_CPU_SECONDS = 30.0  # of a night of a million unchanged entities, of more in proportion
 MAX_OWN_MB, MAX_SHARE, MAX_GROWTH = 2048.0, 0.05, 1.1
 COLUMNS = {
@@ -157,9 +158,8 @@ def write_world(folder: Path, num_entities: int) -> None:
     }
     for name, columns in {"users": users, "items": items}.items():
         pq.write_table(pa.table(columns), folder / "tables" / f"{name}.parquet")
-    schema = pa.schema(
-        {"user_id": pa.string(), "item_id": pa.string(), "timestamp": pa.int64(), "rating": pa.float64()}
-    )
+    kinds = (pa.string(), pa.string(), pa.int64(), pa.float64())
+    schema = pa.schema(dict(zip(numbers, kinds, strict=True)))
     with pq.ParquetWriter(folder / "tables" / "interactions.parquet", schema) as writer:
         for start in range(0, num_events, EVENTS_AT_ONCE):
             part = {name: values[start : start + EVENTS_AT_ONCE] for name, values in numbers.items()}
@@ -234,8 +234,9 @@ def watched_night(folder: str, night: str, text_tokens: int) -> list[dict]:
         of_task.unlink()
     totals: dict[str, dict] = {}
     for row in rows:  # both sides of a stage are one row
-        none = {"seconds": 0.0, "cpu_seconds": 0.0, "peak_mb": 0.0, "own_mb": 0.0}
-        total = totals.setdefault(row["stage"], row | none)
+        total = totals.setdefault(
+            row["stage"], row | dict.fromkeys(("seconds", "cpu_seconds", "peak_mb", "own_mb"), 0.0)
+        )
         for name in ("peak_mb", "own_mb"):
             total[name] = max(total[name], row[name])
         for name in ("seconds", "cpu_seconds"):
@@ -263,18 +264,26 @@ def stage(label: str, rows: list[dict]):
     ended, own_mb = threading.Event(), [memory_mb("RssAnon")]
 
     def sample() -> None:
+        seen_s = 0.0
         while not ended.wait(SAMPLE_S):
             own_mb[0] = max(own_mb[0], memory_mb("RssAnon"))
+            SAMPLING_S[0] += time.thread_time() - seen_s
+            seen_s = time.thread_time()
 
     sampler = threading.Thread(target=sample, daemon=True)
     sampler.start()
-    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    start_s, start_cpu_s = time.perf_counter(), cpu_s()
     yield
-    seconds, cpu_seconds = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+    seconds, cpu_seconds = time.perf_counter() - start_s, cpu_s() - start_cpu_s
     ended.set()
     sampler.join()
     row = {"stage": label, "seconds": seconds, "cpu_seconds": cpu_seconds, "peak_mb": memory_mb("VmHWM")}
     rows.append(row | {"own_mb": own_mb[0]})
+
+
+def cpu_s() -> float:
+    """This process's time on processors, but for what looking at its memory took."""
+    return time.process_time() - SAMPLING_S[0]
 
 
 def memory_mb(name: str) -> float:
@@ -349,13 +358,8 @@ def write_shards(num_phrases: int, pending, worker_pool, *arguments):
             known[field.name] if field.name in known else pa.repeat(plain(field.type, constant.get(field.name)), n)
             for field in schema
         ]
-        info = ShardInfo(
-            planned_sha256=shard.sha256,
-            group=shard.group,
-            stats=DecodingStats(wall_s=1.0),
-            model=ModelFigures("stand-in", "float32", "cpu", 1),
-            num_workers=1,
-        )
+        stats, model = DecodingStats(wall_s=1.0), ModelFigures("stand-in", "float32", "cpu", 1)
+        info = ShardInfo(planned_sha256=shard.sha256, group=shard.group, stats=stats, model=model, num_workers=1)
         table = pa.table(columns, schema)
         yield shard, RunFolder(spec.run_dir).shards(shard.side).write(shard.name, table, (), info)
 
