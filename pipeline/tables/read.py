@@ -10,6 +10,7 @@ import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +76,15 @@ class Tables:
 
         The last code is that of no id; -1 is the row of who is not there. Raises TableError where ids differ in type.
         """
+        if side not in self._coded:
+            self._coded[side] = self._codes_and_rows(side)
+        return self._coded[side]
+
+    @cached_property
+    def _coded(self) -> dict[Side, tuple[np.ndarray, np.ndarray]]:
+        return {}
+
+    def _codes_and_rows(self, side: Side) -> tuple[np.ndarray, np.ndarray]:
         ids = self.interactions[f"{side}_id"]
         ids = only_chunk(ids if pt.is_dictionary(ids.type) else ids.dictionary_encode())
         known = self.entities(side)[f"{side}_id"]
