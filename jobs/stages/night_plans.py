@@ -113,7 +113,9 @@ class NightPlanner:
 
     def _rules(self, side: Side) -> WriteRules:
         night = self.night
-        unusable = unusable_texts(night.previous, side, night.date)
+        before = night.previous
+        quarantine = None if before is None else unless_damaged(partial(before.finished_quarantine, side))
+        unusable = unusable_texts(quarantine, night.date)
         return WriteRules(night.manifest.origin.force, refresh=self._refresh(side), unusable=unusable)
 
     def _refresh(self, side: Side) -> Refresh | None:
@@ -121,13 +123,14 @@ class NightPlanner:
         night, settings = self.night, self.night.settings.refresh
         if settings == RefreshSettings() and not self._has_max_cost:
             return None
-        waiting = night.run if night.previous is None else night.previous
+        before = night.previous
         budget = settings.max_tokens
         if budget is not None:
             other = load_plan(self.folder.root, "item" if side == "user" else "user")
             sizes = {name: night.tables.entities(name).num_rows for name in SIDES}
             budget = budget * sizes[side] / sum(sizes.values()) if other is None else budget - other.num_tokens
-        postponed = unless_damaged(partial(waiting.read_postponed, side), POSTPONED.empty_table())
+        postponed = None if before is None else unless_damaged(partial(before.finished_postponed, side))
+        postponed = POSTPONED.empty_table() if postponed is None else postponed
         return Refresh(settings, night.date, budget, self.decoding.max_new_tokens, postponed)
 
     def _sharding(self, side: Side) -> Sharding:

@@ -8,7 +8,6 @@ import datetime
 import math
 import zlib
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +17,6 @@ from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.planning.refresh import BUDGET, EVIDENCE, NOT_DUE, Candidates, RefreshSettings, decide
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.storage.run_folder import POSTPONED, RunFolder
 from laserbatch.pipeline.tables.read import Tables
@@ -142,22 +140,19 @@ def write_postponed(folder: RunFolder, side: Side, postponed: pa.Table | None) -
         write_parquet(postponed, path)
 
 
-def unusable_texts(previous: RunFolder | None, side: Side, date: datetime.date) -> pa.Table | None:
-    """Rows of a run's quarantine that are not tried again on a date unless their prompt changes.
+def unusable_texts(rows: pa.Table | None, date: datetime.date) -> pa.Table | None:
+    """Rows of the last quarantine that are not tried again on a date unless their prompt changes.
 
     Each entity is tried again on one night a week, not all on the same one.
     """
-    if previous is None:
-        return None
-    rows = unless_damaged(partial(previous.read_quarantine, side))
     if rows is None:
         return None
     has_text = pc.not_equal(pc.utf8_trim_whitespace(rows["text"]), "")
-    rows = rows.filter(pc.and_(has_text, rows["fingerprint"].is_valid()))
-    if not len(rows):
-        return rows
-    turns = [zlib.crc32(str(key).encode("utf-8", "backslashreplace")) for key in rows["entity_id"].to_pylist()]
-    return rows.filter(pa.array((np.array(turns) + date.toordinal()) % DAYS_BETWEEN_TRIES != 0))
+    failed = rows.filter(pc.and_(has_text, rows["fingerprint"].is_valid()))
+    if not len(failed):
+        return failed
+    turns = [zlib.crc32(str(key).encode("utf-8", "backslashreplace")) for key in failed["entity_id"].to_pylist()]
+    return failed.filter(pa.array((np.array(turns) + date.toordinal()) % DAYS_BETWEEN_TRIES != 0))
 
 
 def still_failing(unusable: pa.Table | None, entity_ids: pa.Array, fingerprints: pa.Array) -> np.ndarray:

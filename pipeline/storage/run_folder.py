@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import read_json, sha256_file, write_text
 from laserbatch.pipeline.storage.damage import unless_damaged
-from laserbatch.pipeline.storage.figures import FeatureFigures, ShardRecord
+from laserbatch.pipeline.storage.figures import FeatureFigures, ShardRecord, SideFigures
 from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.parquet import (
     WrittenFile,
@@ -131,14 +131,18 @@ class RunFolder:
                     raise WorkspaceError(f"{rows}; {expected}. {again}")
 
     def require_whole(self) -> None:
-        """Raises WorkspaceError where a file of texts or features that the run wrote is missing."""
+        """Raises WorkspaceError where a file that the run wrote of its entities is missing."""
+        manifest = self.load_manifest()
+        for side in manifest.generation.sides:
+            self.finished_quarantine(side)
+            self.finished_postponed(side)
         for side in SIDES:
             for path, num_rows in self.shards(side).lost():
                 raise WorkspaceError(
                     f"{path} is missing; expected the texts of {num_rows} of its {side}s. Restore it from a copy, or "
                     f"move {self.root} away and run {self.date} again (`laserbatch nightly`, of lists `recommend`)."
                 )
-        self.require_features(self.load_manifest().features)
+        self.require_features(manifest.features)
 
     def require_unchanged(self) -> None:
         """Raises WorkspaceError where a file of texts or features is missing, or not as the run wrote it."""
@@ -202,6 +206,27 @@ class RunFolder:
     def read_postponed(self, side: Side) -> pa.Table:
         """The postponed entities of a side, as `POSTPONED`; no rows where nobody is."""
         return read_parquet(self.postponed_path(side), schema=POSTPONED)
+
+    def finished_quarantine(self, side: Side) -> pa.Table:
+        """The quarantine of a finished run. Raises WorkspaceError where it has not as many rows as the run counted."""
+        return self._as_counted(
+            side, self.read_quarantine(side), self.quarantine_path(side), lambda figures: figures.num_quarantined
+        )
+
+    def finished_postponed(self, side: Side) -> pa.Table:
+        """The postponed entities of a finished run. Raises WorkspaceError where they are not as many as it counted."""
+        path = self.postponed_path(side)
+        return self._as_counted(
+            side, self.read_postponed(side), path, lambda figures: figures.num_waiting + figures.num_without_text
+        )
+
+    def _as_counted(self, side: Side, rows: pa.Table, path: Path, count: Callable[[SideFigures], int]) -> pa.Table:
+        figures = self.load_manifest().generation.sides.get(side)
+        if figures is not None and rows.num_rows != count(figures):
+            there = f"has {rows.num_rows} rows" if path.exists() else "is missing"
+            expected = f"expected {count(figures)} rows, as {self.manifest_path} counts"
+            raise WorkspaceError(f"{path} {there}; {expected}. Restore it from a copy.")
+        return rows
 
     def finish(self, is_held: bool = False) -> None:
         """Write `_SUCCESS`, in place of `_HELD` if that was there. Call it last: nothing may change afterwards.

@@ -20,11 +20,10 @@ from laserbatch.jobs.stages import run_night as stages
 from laserbatch.jobs.stages.budgets import known_step_cost, last_speed
 from laserbatch.jobs.stages.build_pools import unchanged_pools
 from laserbatch.jobs.stages.night import open_night, open_run, previous_run
-from laserbatch.jobs.stages.night_plans import plan_night
+from laserbatch.jobs.stages.night_plans import NightPlanner, plan_night
 from laserbatch.jobs.stages.run_night import finish_night, publish_night, run_night
 from laserbatch.jobs.stages.variants import framework_of
 from laserbatch.pipeline.errors import RunHeld, TableError, WorkspaceError
-from laserbatch.pipeline.planning.postpone import unusable_texts
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import write_json
 from laserbatch.pipeline.storage.figures import GateFigures, PoolsUsed, ShardRecord, SideFigures
@@ -294,7 +293,7 @@ def test_what_is_damaged_of_earlier_nights_is_named_and_passed_over(world, caplo
     assert unchanged_pools(third, second.run.run_id) == {}
     assert last_speed(third, SIDES) == 200  # as the night before it says
     assert known_step_cost(workspace, third.settings.decoding) is None and framework_of(second.run) is None
-    assert unusable_texts(second.run, "user", third.date) is None
+    assert NightPlanner(third, third.run, third.settings.decoding)._rules("user").unusable is None
     measure(third.manifest, third.run, third.previous)
     assert not workspace.publication.not_built_on()
     done(third)

@@ -30,23 +30,23 @@ def test_what_failed_without_a_text_is_always_tried_again(tmp_path, monkeypatch)
         QuarantineRow.of(5, "user", "unparsable: the text is empty", "f5", " \n"),
     ]
     run = quarantined(tmp_path, rows, pa.int64())
-    assert unusable_texts(run, "user", DATE)["entity_id"].to_pylist() == [1]
-    assert unusable_texts(RunFolder(tmp_path / "other"), "user", DATE).num_rows == 0
-    assert unusable_texts(None, "user", DATE) is None
+    assert unusable_texts(run.read_quarantine("user"), DATE)["entity_id"].to_pylist() == [1]
+    assert unusable_texts(RunFolder(tmp_path / "other").read_quarantine("user"), DATE).num_rows == 0
+    assert unusable_texts(None, DATE) is None
 
 
 def test_a_text_is_tried_again_once_a_week_and_not_all_on_one_night(tmp_path):
     rows = [QuarantineRow.of(f"user \ud800 {n}", "user", "loops: it did", "f", "text") for n in range(70)]
-    run = quarantined(tmp_path, rows, pa.string())
+    quarantine = quarantined(tmp_path, rows, pa.string()).read_quarantine("user")
     days = [DATE + datetime.timedelta(days) for days in range(DAYS_BETWEEN_TRIES)]
-    left = [unusable_texts(run, "user", day).num_rows for day in days]
+    left = [unusable_texts(quarantine, day).num_rows for day in days]
     assert sum(70 - n for n in left) == 70 and min(left) > 45
 
 
 def test_only_the_same_question_of_the_same_entity_is_not_asked(tmp_path, monkeypatch):
     monkeypatch.setattr(postpone, "DAYS_BETWEEN_TRIES", 1 << 40)
     rows = [QuarantineRow.of(n, "user", "unparsable: no", f"f{n}", "text") for n in (5, 3)]
-    unusable = unusable_texts(quarantined(tmp_path, rows, pa.int64()), "user", DATE)
+    unusable = unusable_texts(quarantined(tmp_path, rows, pa.int64()).read_quarantine("user"), DATE)
     is_failing = still_failing(unusable, pa.array([1, 3, 5, 7]), pa.array(["f3", "f3", "other", "f5"]))
     ids = [None if row < 0 else unusable["entity_id"][row].as_py() for row in is_failing.tolist()]
     assert ids == [None, 3, None, None]

@@ -182,6 +182,22 @@ def test_a_manifest_comes_back(run):
     assert loaded.judgement.ctr == CtrFigures()
 
 
+@pytest.mark.parametrize("change", ["lost", "of another run"])
+def test_a_finished_run_is_not_whole_where_its_quarantine_is_not_what_was_counted(run, change):
+    manifest, path = manifest_of(run.manifest_path, DATE), run.quarantine_path("user")
+    manifest.generation.sides = {"user": SideFigures(3, 2, 0, 1, 0, {}, {}, [], DecodingStats())}
+    manifest.save()
+    run.merge_quarantine("user", [], [FAILED], pa.string())
+    run.require_whole()
+    if change == "lost":
+        path.unlink()
+    else:
+        run.merge_quarantine("user", [], [FAILED, FAILED], pa.string())
+    there = "is missing" if change == "lost" else "has 2 rows"
+    with pytest.raises(WorkspaceError, match=f"{path} {there}; expected 1 rows, as {run.manifest_path} counts"):
+        run.require_whole()
+
+
 def test_the_run_id_follows_the_settings_not_their_order():
     assert make_run_id(DATE, {"a": 1, "b": {"c": 2, "d": 3}}) == make_run_id(DATE, {"b": {"d": 3, "c": 2}, "a": 1})
     assert make_run_id(DATE, {"a": 1}) != make_run_id(DATE, {"a": 2})
