@@ -38,6 +38,7 @@ from laserbatch.retrieval_pools.step_cost import MIN_SHARE, DraftCost, StepCost,
 PROMPT_TOKENS, LONG_PROMPT_TOKENS = 64, 320  # of timed steps, and of texts whose drafting is timed
 LONG_CONTEXT_TOKENS = 832  # behind which steps tell what context costs; behind 320 noise was as large as a draft's cost
 NUM_CONTEXT_STEPS = 4  # behind prompts of each of these lengths
+NUM_CONTEXT_TEXTS = 8  # of such a step on a CPU, where each text's context takes as long whatever the others'
 NEW_TOKENS = 256  # then a text starts again; drafts deeper than what is left of it are cut, and not timed
 MIN_ROUNDS, MAX_ROUNDS = 2, 15  # each two steps of every size, of which the second is timed
 MAX_SLOWDOWN = 6  # a size is left out if its step takes so many plain ones: no draft of it would be worth that
@@ -75,8 +76,8 @@ def measure_step_cost(
     draft = _time_drafts(engine, pool, sources) if sources else DraftCost()
     if known_steps is not None:
         return known_steps.model_copy(update={"draft": draft})
-    context_s = _context_seconds(engine, max(batch_sizes), _ROUND[0])
-    with_drafts_s = _context_seconds(engine, max(batch_sizes), _CONTEXT_DRAFTS)
+    num_texts = max(batch_sizes) if engine.device.type == "cuda" else min(NUM_CONTEXT_TEXTS, max(batch_sizes))
+    context_s, with_drafts_s = (_context_seconds(engine, num_texts, drafts) for drafts in (_ROUND[0], _CONTEXT_DRAFTS))
     draft_context_s = max(0.0, with_drafts_s - context_s) / _CONTEXT_DRAFTS.size
     points: dict[tuple[int, int], StepPoint] = {}
     began_s = time.perf_counter()
@@ -253,8 +254,8 @@ class _TimedSteps(Drafter):
         """Take a step of every size, up to one whose steps are too slow to be worth any draft."""
         plain_s = self._timed(_ROUND[0])
         for drafts in sorted(self.seconds, key=lambda drafts: drafts.num_tokens(self.batch_size)):
-            seconds = self._timed(drafts)
-            is_slow = seconds is not None and plain_s is not None and seconds > MAX_SLOWDOWN * plain_s
+            steps = (self.take(drafts) for _ in range(2))  # the first one after another size may take longer
+            is_slow = all(s is not None and plain_s is not None and s > MAX_SLOWDOWN * plain_s for s in steps)
             if is_slow and drafts.size > SIZE_KNOTS[MIN_SIZES - 1]:
                 for larger in [other for other in self.seconds if other.size >= drafts.size]:
                     del self.seconds[larger]
