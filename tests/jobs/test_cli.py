@@ -202,8 +202,8 @@ for words in ([], ["-v"]):
         logger.getChild("ctr.compare").warning("a fault")
 """
     lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr.splitlines()
-    told = [line.split(": ")[1] for line in lines if ".ctr.compare" in line]
-    assert told == ["a fault", "an AUC", "a fault"], "without -v, and with it"
+    said = [line.split(": ")[1] for line in lines if ".ctr.compare" in line]
+    assert said == ["a fault", "an AUC", "a fault"], "without -v, and with it"
 
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path):
