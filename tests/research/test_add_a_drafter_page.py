@@ -2,31 +2,35 @@
 
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+from laserbatch.pipeline import plugins
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "add-a-drafter.md"
 
 
-def test_the_page_can_be_typed_as_it_stands(tmp_path):
+def test_the_page_can_be_typed_as_it_stands(tmp_path, monkeypatch):
+    """Its test runs in this process, where torch is imported already, and finds the package as any other one."""
     package, installed = tmp_path / "package", tmp_path / "installed"
     package.mkdir()
-    environment = {
-        "PYTHONPATH": f"{installed}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-        "PIP_TARGET": str(installed),
-    }
-    messages = []
+    commands = []
     for language, block in re.findall(r"```(\w+)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL):
         if language == "sh":
-            for line in block.splitlines():
-                _, *command = shlex.split(line)
-                here = {"cwd": package, "env": os.environ | environment, "capture_output": True, "text": True}
-                messages.append(subprocess.run([sys.executable, *command], **here))
+            commands += map(shlex.split, block.splitlines())
         elif name := re.match(r"# (\S+\.\w+)\n", block):
             (package / name[1]).write_text(block, encoding="utf-8")
-    built, tested = messages
+    (_, *build), (*pytest_words, test) = commands
+    here = {"cwd": package, "env": os.environ | {"PIP_TARGET": str(installed)}, "capture_output": True, "text": True}
+    built = subprocess.run([sys.executable, *build], **here)
     assert built.returncode == 0, built.stderr
-    assert "1 passed" in tested.stdout, tested.stdout + tested.stderr
+    assert pytest_words == ["python", "-m", "pytest"]
+    monkeypatch.syspath_prepend(installed)
+    monkeypatch.setattr(plugins, "installed", plugins.installed.__wrapped__)  # which looks for packages anew
+    (run,) = (value for name, value in runpy.run_path(str(package / test)).items() if name.startswith("test_"))
+    run()
+    assert sys.modules["bigram_drafter"].__file__ == str(installed / "bigram_drafter.py")
