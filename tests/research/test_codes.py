@@ -7,6 +7,7 @@ import pytest
 
 from laserbatch.pipeline.errors import TableError
 from laserbatch.research.recommending import codes as codes_module
+from laserbatch.research.recommending import rqvae
 from laserbatch.research.recommending.codes import (
     CODEBOOK_SIZE,
     SPARE_CODES,
@@ -80,7 +81,8 @@ def test_a_table_without_codes_is_refused_and_other_ids_are_said(tmp_path):
 
 
 @pytest.mark.parametrize("maker", ["kmeans", "rqvae"])
-def test_made_codes_are_coarse_to_fine_all_different_and_the_same_again(maker, tmp_path):
+def test_made_codes_are_coarse_to_fine_all_different_and_the_same_again(maker, tmp_path, monkeypatch):
+    monkeypatch.setattr(rqvae, "NUM_STEPS", 100)
     rng = np.random.default_rng(0)
     centres = rng.normal(size=(3, 8)) * 10
     vectors = np.concatenate([centres[number] + rng.normal(size=(40, 8)) for number in range(3)])
