@@ -81,11 +81,11 @@ def world(tmp_path_factory):
     codes = np.array(sorted({tuple(row) for row in rng.integers(0, (4, 3, 3), (30, 3)).tolist()}), np.int32)
     items = ItemCodes(pa.array([str(number) for number in range(len(codes))]), codes, (4, 3, 3))
     histories = []
-    for _ in range(300):
+    for _ in range(200):
         steps = rng.choice([1, 1, 1, 2], int(rng.integers(4, 12)))
         histories.append((int(rng.integers(len(codes))) + np.cumsum(steps)) % len(codes))
     folder = tmp_path_factory.mktemp("recommenders")
-    options = RecommenderOptions(hidden_size=64, num_layers=2, epochs=12, batch_size=16)
+    options = RecommenderOptions(hidden_size=64, num_layers=2, epochs=9, batch_size=8, learning_rate=4e-3)
     train_recommender(items, histories, folder / "target", options)
     return items, histories, folder
 
@@ -154,8 +154,8 @@ def test_baselines_are_their_definitions():
 def test_a_draft_model_saves_forwards_and_changes_no_list(kind, world, tmp_path):
     items, histories, folder = world
     target, trie = load_recommender(folder / "target"), ItemTrie.of(items)
-    options = RecommenderOptions(hidden_size=64, num_layers=1, epochs=4, batch_size=16, num_listed=60)
-    train_draft(kind, target, items, histories[:150], tmp_path / kind, options)
+    options = RecommenderOptions(hidden_size=64, num_layers=1, epochs=3, batch_size=8, num_listed=40)
+    train_draft(kind, target, items, histories[:80], tmp_path / kind, options)
     draft = load_recommender(tmp_path / kind)
     draft.require_drafts_for(target)
     prompts = [target.card.prompt(items.codes[entry[:-1]]) for entry in histories[:20]]
@@ -175,8 +175,8 @@ def test_a_draft_model_saves_forwards_and_changes_no_list(kind, world, tmp_path)
 
 def test_the_same_training_gives_the_same_bytes(world, tmp_path):
     items, histories, _ = world
-    histories = histories[:100]
-    options = RecommenderOptions(hidden_size=64, num_layers=1, epochs=1, batch_size=16)
+    histories = histories[:40]
+    options = RecommenderOptions(hidden_size=32, num_layers=1, epochs=1, batch_size=16)
     for name in ("a", "b"):
         train_recommender(items, histories, tmp_path / name, options)
     assert len({path.stat().st_mode for path in (tmp_path / "a").iterdir()}) == 1
@@ -206,9 +206,9 @@ def test_what_does_not_fit_is_refused(world, tmp_path):
 
 def test_a_killed_training_goes_on_to_the_same_bytes(world, tmp_path):
     items, histories, _ = world
-    histories = histories[:100]
+    histories = histories[:60]
     options = RecommenderOptions(
-        hidden_size=64, num_layers=1, epochs=2, batch_size=16, num_listed=60, seconds_between_checkpoints=0.0
+        hidden_size=32, num_layers=1, epochs=2, batch_size=8, num_listed=40, seconds_between_checkpoints=0.0
     )
 
     def train(kind, folder, on_progress=lambda *progress: None):
@@ -248,9 +248,9 @@ def test_the_card_tells_how_lists_do_that_were_held_back(world):
         for history, rows in zip(held_back, lists, strict=True)
         if history[-1] in rows[:10]
     ]
-    assert card.held_back.num_histories == card.popular.num_histories == len(held_back) == 30
-    assert card.held_back.recall_10 == len(hits) / 30 > 0.9 > card.popular.recall_10
-    assert card.held_back.ndcg_10 == pytest.approx(sum(1 / np.log2(2 + place) for place in hits) / 30)
+    assert card.held_back.num_histories == card.popular.num_histories == len(held_back) == 20
+    assert card.held_back.recall_10 == len(hits) / 20 > 0.9 > card.popular.recall_10
+    assert card.held_back.ndcg_10 == pytest.approx(sum(1 / np.log2(2 + place) for place in hits) / 20)
 
 
 def test_a_language_model_is_extended_by_codes_and_adapted(world, tmp_path):
@@ -264,7 +264,7 @@ def test_a_language_model_is_extended_by_codes_and_adapted(world, tmp_path):
     assert card.begin == len(before) and target.model.get_input_embeddings().num_embeddings == card.vocab_size
     assert card.held_back.recall_10 > 0.8 > card.popular.recall_10
     small = train_draft(
-        "atspeed_s", target, items, histories, tmp_path / "small", replace(options, epochs=1, num_listed=40)
+        "atspeed_s", target, items, histories, tmp_path / "small", replace(options, epochs=1, num_listed=10)
     )
     draft = load_recommender(tmp_path / "small")
     draft.require_drafts_for(target)
@@ -279,7 +279,7 @@ def test_a_language_model_is_extended_by_codes_and_adapted(world, tmp_path):
     assert [entry.rows.tolist() for entry in plain] == [entry.rows.tolist() for entry in drafted]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["sft", "atspeed_s", "atspeed_r"])
 def test_recommenders_are_trained_and_asked_on_a_device(kind, world, tmp_path, a_device):
     items, histories, folder = world
     options = RecommenderOptions(hidden_size=64, num_layers=1, epochs=1, batch_size=16, num_listed=20)
