@@ -18,7 +18,7 @@ from laserbatch.pipeline.decoding.model.load import prepare_model
 @pytest.mark.parametrize("kind", ["small", "eagle"])
 def test_what_small_models_draft_is_computed_by_graphs_that_wait_once_a_level(kind, tmp_path):
     """Each level of a tree is a forward of the draft model, and its likeliest tokens come to the host."""
-    model, prompts, num_new, length = one_layer(), tiny_prompts(2), 6, 2
+    model, prompts, num_new, length = one_layer(), tiny_prompts(2), 4, 2
     expected = plain_texts(model, prompts, num_new)
     small = like(model, 0.15)
     of_kind = {"models": ["unused"]} if kind == "small" else {"head": written_head(tmp_path, kind)}
