@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
-from night_world import FIRST_DATE, SECOND_DATE, Done, make_world, run_here, write_config
+from night_world import FIRST_DATE, SECOND_DATE, Done, command_here, make_world, run_here, write_config
 from safetensors.torch import load_file, save_file
 
 from laserbatch.jobs.stages import shards as shards_stage
@@ -23,8 +23,9 @@ from laserbatch.pipeline.distributed.cluster import WorkerLayout
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import read_tables
 from laserbatch.research.recommending import nightly as stage
-from laserbatch.research.recommending import planned
+from laserbatch.research.recommending import planned, train_on_tables
 from laserbatch.research.recommending.list_worker import ListWorker
+from laserbatch.research.recommending.training import RecommenderOptions
 
 
 @pytest.fixture(autouse=True)
@@ -51,28 +52,28 @@ def make_lists_here(patched: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A world, codes of its items, and a recommender that has seen it once."""
+    """A world, codes of its items, a recommender that has seen it twice, and a small one that drafts for it."""
     folder = make_world(tmp_path_factory.mktemp("world"))
     items = read_tables(folder / "tables", as_of=datetime.date.fromisoformat(FIRST_DATE)).items
     ids = items["item_id"].combine_chunks()  # later ones have no codes, as after a training
     codes = [[number // 6, number // 2 % 3, number % 2] for number in range(len(ids))]
     codes[-1][-1] = 2  # so that there is room behind the others' codes
     pq.write_table(pa.table({"item_id": ids, "codes": codes}), folder / "codes.parquet")
+    train = ("recommender", "train", "--config", str(write_config(folder)))
+    target = ("--codes", str(folder / "codes.parquet"), "--out", str(folder / "recommender"), "--epochs", "2")
+    small = ("--draft-for", str(folder / "recommender"), "--out", str(folder / "small"), "--epochs", "1")
+    with pytest.MonkeyPatch.context() as patched:
+        sizes = {"hidden_size": 64, "num_layers": 1}
+        patched.setattr(train_on_tables, "RecommenderOptions", lambda **options: RecommenderOptions(**sizes | options))
+        assert [command_here(*train, *words) for words in (target, small)] == [0, 0]
     return folder
 
 
 @pytest.fixture
-def world(trained, tmp_path, capfd):
+def world(trained, tmp_path):
     """A copy to spoil."""
     for name in ("tables", "codes.parquet"):
         (tmp_path / name).symlink_to(trained / name)
-    if not (trained / "recommender").exists():
-        config = write_config(trained)
-        train = ("recommender", "train", "--config", str(config), "--codes", str(trained / "codes.parquet"))
-        assert run_here(capfd, *train, "--out", str(trained / "recommender"), "--epochs", "2").returncode == 0
-        small = ("recommender", "train", "--config", str(config), "--draft-for", str(trained / "recommender"))
-        done = run_here(capfd, *small, "--out", str(trained / "small"), "--epochs", "1")
-        assert done.returncode == 0, done.stderr
     return tmp_path, trained
 
 
