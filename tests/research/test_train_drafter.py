@@ -13,11 +13,12 @@ from laserbatch.jobs.stages.run_night import run_night
 from laserbatch.research.drafter_training import train_on_runs
 
 DECODING = {"verifier": "greedy", "min_acceptance": 0.0, "max_new_tokens": 192}
+DEPTHS = {"small": 5, "medusa": 4}  # that each kind drafts
 
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
-    folder = make_world(tmp_path_factory.mktemp("world"))
+    folder = make_world(tmp_path_factory.mktemp("world"), num_users=12, num_items=20)
     config = write_config(folder, decoding=DECODING)
     with pytest.MonkeyPatch.context() as patched:
         write_here(patched)
@@ -25,24 +26,26 @@ def first(tmp_path_factory):
     return SimpleNamespace(folder=folder, config=config, night=night)
 
 
-@pytest.mark.parametrize("kind", ["small", "medusa"])
-def test_a_drafter_that_is_trained_on_a_run_drafts_in_the_next_night(first, capfd, monkeypatch, tmp_path, kind):
+def test_drafters_that_are_trained_on_a_run_draft_in_the_next_night(first, capfd, monkeypatch, tmp_path):
     monkeypatch.setattr(train_on_runs, "usable_cores", lambda: 1)
     write_here(monkeypatch)
-    train = ("drafter", "train", kind, "--out", str(tmp_path / kind), "--texts", "40", "--epochs", "1")
-    done = run_here(capfd, *train, "--run", first.night.run.run_id, "--json", "--config", str(first.config))
-    assert done.returncode == 0, done.stderr
-    printed = json.loads(done.stdout)
-    assert printed["num_texts"] + printed["num_held_back"] == 40
-    assert len(printed["right_by_depth"]) == {"small": 5, "medusa": 4}[kind]  # as many as it drafts
-    assert f"train {kind}: " in done.stderr and (tmp_path / kind / "model.safetensors").is_file()
-    of_kind = {"models": [str(tmp_path / kind)]} if kind == "small" else {"head": str(tmp_path / kind)}
-    config = write_config(first.folder, f"{kind}.yaml", decoding=DECODING | trained("pool", **of_kind))
+    num_texts, few = (len(train_on_runs.texts_of_runs(first.night, limit)) for limit in (40, 20))
+    assert few == 20 < num_texts
+    for kind, num_depths in DEPTHS.items():
+        train = ("drafter", "train", kind, "--out", str(tmp_path / kind), "--texts", "40", "--epochs", "1")
+        done = run_here(capfd, *train, "--run", first.night.run.run_id, "--json", "--config", str(first.config))
+        assert done.returncode == 0, done.stderr
+        printed = json.loads(done.stdout)
+        assert printed["num_texts"] + printed["num_held_back"] == num_texts
+        assert len(printed["right_by_depth"]) == num_depths
+        assert f"train {kind}: " in done.stderr and (tmp_path / kind / "model.safetensors").is_file()
+    both = trained("pool", models=[str(tmp_path / "small")], head=str(tmp_path / "medusa"))
+    config = write_config(first.folder, "both.yaml", decoding=DECODING | both)
     done = run_here(capfd, "nightly", "--date", SECOND_DATE, "--force", "--json", "--config", str(config))
     assert done.returncode == 0, done.stderr
     manifest = first.night.workspace.run(json.loads(done.stdout)["run_id"]).load_manifest()
-    source = "model" if kind == "small" else "head"
-    assert all(side.stats.drafted_by_source[source] for side in manifest.generation.sides.values())
+    for side in manifest.generation.sides.values():
+        assert side.stats.drafted_by_source["model"] and side.stats.drafted_by_source["head"]
 
 
 def test_a_folder_with_other_files_is_not_written_to(first, capfd, tmp_path):
