@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from trained_drafters import loaded_engine
 from trained_drafters import trained as trained_by
-from transformers import AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, model_identity
@@ -41,7 +42,7 @@ def texts() -> list[TrainingText]:
         f"The {title} {kind} of the {other}"
         for title in titles
         for kind in ("story", "game", "song")
-        for other in titles[:2]
+        for other in titles[:1]
     ]
     engine = Engine.from_pretrained("sample", DecodingSettings(verifier="greedy", batch_size=8))
     requests = [
@@ -60,7 +61,10 @@ def texts() -> list[TrainingText]:
 def trained(texts, tmp_path_factory) -> dict[str, tuple[Path, DrafterCard]]:
     folder = tmp_path_factory.mktemp("trained")
     return {
-        kind: (folder / kind, train_drafter(kind, SAMPLE_MODEL, texts, folder / kind, TrainingOptions(epochs=2)))
+        kind: (
+            folder / kind,
+            train_drafter(kind, SAMPLE_MODEL, texts, folder / kind, TrainingOptions(epochs=2, batch_size=4)),
+        )
         for kind in KINDS
     }
 
@@ -87,8 +91,6 @@ def test_a_trained_drafter_is_often_right_and_changes_no_text(kind, trained, tex
 
 
 def plain_target() -> Target:
-    from transformers import AutoModelForCausalLM
-
     return Target(AutoModelForCausalLM.from_pretrained(SAMPLE_MODEL, dtype=torch.float32))
 
 
@@ -163,7 +165,7 @@ def test_an_adapted_target_stays_near_itself_and_is_drafted_for(texts, tmp_path)
     assert np.mean(same) > 0.5  # of the texts of the model as it was
 
 
-def test_a_killed_training_goes_on_to_the_same_bytes(texts, trained, tmp_path, monkeypatch):
+def test_a_killed_training_goes_on_to_the_same_bytes(texts, trained, tmp_path):
     class Killed(Exception):
         pass
 
@@ -171,7 +173,7 @@ def test_a_killed_training_goes_on_to_the_same_bytes(texts, trained, tmp_path, m
         if step == 7:
             raise Killed
 
-    options = TrainingOptions(epochs=2, seconds_between_checkpoints=0.0)
+    options = TrainingOptions(epochs=2, batch_size=4, seconds_between_checkpoints=0.0)
     with pytest.raises(Killed):
         train_drafter("eagle", SAMPLE_MODEL, texts, tmp_path, options, kill_at)
     assert (tmp_path / training.CHECKPOINT_NAME).exists()
@@ -221,16 +223,27 @@ def test_judgement_counts_chains(texts):
     assert acceptance == pytest.approx(right / num_asked, abs=1e-3)
 
 
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory) -> Path:
+    """The bundled model with its first layer alone: on a pretended device each operation takes long."""
+    folder = tmp_path_factory.mktemp("shallow") / "model"
+    shutil.copytree(SAMPLE_MODEL, folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.config.num_hidden_layers, model.model.layers = 1, model.model.layers[:1]
+    model.save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize("kind", ["medusa2", "eagle", "small"])
-def test_drafters_are_trained_and_draft_on_a_device(kind, texts, tmp_path, a_device):
-    brief = [TrainingText(text.prompt_ids, text.token_ids[:8]) for text in texts[:20]]
-    train_drafter(kind, SAMPLE_MODEL, brief, tmp_path / kind, TrainingOptions(epochs=1, batch_size=10))
+def test_drafters_are_trained_and_draft_on_a_device(kind, texts, shallow, tmp_path, a_device):
+    brief = [TrainingText(text.prompt_ids, text.token_ids[:4]) for text in texts[:20]]
+    train_drafter(kind, shallow, brief, tmp_path / kind, TrainingOptions(epochs=1, batch_size=10))
     of_kind = {"models": [tmp_path / kind]} if kind == "small" else {"head": tmp_path / kind}
     named = trained_by(*TEXT_SOURCES, **of_kind)
     if kind == "medusa2":
         named["adapter"] = str(tmp_path / kind / ADAPTER_NAME)
     settings = DecodingSettings(verifier="greedy", batch_size=4, min_acceptance=0, attention="torch", **named)
-    engine, drafter = loaded_engine(settings, device="cuda")
+    engine, drafter = loaded_engine(settings, shallow, "cuda")
     requests = [GenerationRequest(str(n), text.prompt_ids, max_new_tokens=4) for n, text in enumerate(texts[:2])]
     drafted, plain = (
         {result.request_id: result.token_ids.tolist() for result in engine.generate(requests, chosen)}
