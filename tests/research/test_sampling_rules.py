@@ -21,7 +21,7 @@ from laserbatch.research.verifiers.rejection import recursive_rejection
 
 NAMES = ("leviathan", "specinfer", "k_seq", "rsd")
 LEVIATHAN, SPECINFER, K_SEQ, RSD = (verifier_plugin(name).make(DecodingSettings()) for name in NAMES)
-NUM_TEXTS = 8_000
+NUM_TEXTS = 4_000
 SEEDS = (4, 3)  # of draft models whose draws leave several tokens open, so that wrong rules show
 
 
