@@ -5,9 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from ctr_world import AS_OF, make_features
+from ctr_world import AS_OF, make_features, make_world
 from sklearn.metrics import roc_auc_score
 
+from laserbatch.ctr.adaptors import rlmrec, trawl
 from laserbatch.ctr.dataset import build_dataset
 from laserbatch.ctr.inputs import ADAPTORS
 from laserbatch.ctr.knowledge import build_knowledge
@@ -22,6 +23,17 @@ SETTINGS = CtrSettings(max_epochs=6, learning_rate=0.02, patience=1)
 @pytest.fixture(scope="module")
 def data(world):
     return build_dataset(world, AS_OF, SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A world for the pretended device, on which each operation takes long."""
+    return make_world(num_users=60, num_items=40, num_interactions=900, num_cold=10)
+
+
+@pytest.fixture(scope="module")
+def small_data(small):
+    return build_dataset(small, AS_OF, SETTINGS)
 
 
 def test_the_model_ends_with_the_weights_of_its_best_epoch_and_no_bias(data):
@@ -68,29 +80,31 @@ def test_batches_grow_with_the_rows():
 
 
 @pytest.mark.parametrize("name", ["din", "dcnv2"])
-def test_networks_are_trained_on_a_device(name, data, a_device):
+def test_networks_are_trained_on_a_device(name, small_data, a_device):
     settings = CtrSettings(max_epochs=1)
-    network = build_network(name, data, None, settings, seed=0)
+    network = build_network(name, small_data, None, settings, seed=0)
     assert next(network.parameters()).is_cuda
     checkpoints = []
-    fit(network, data, settings, seed=0, on_epoch=checkpoints.append)
-    again = build_network(name, data, None, settings, seed=1)
-    fit(again, data, settings, seed=0, start=checkpoints[-1])
-    scores = [predict(each, data, data.test) for each in (network, again)]
+    fit(network, small_data, settings, seed=0, on_epoch=checkpoints.append)
+    again = build_network(name, small_data, None, settings, seed=1)
+    fit(again, small_data, settings, seed=0, start=checkpoints[-1])
+    scores = [predict(each, small_data, small_data.test) for each in (network, again)]
     assert np.isfinite(scores[0]).all() and np.array_equal(*scores)
 
 
-def test_din_without_fields_of_several_values_is_trained_on_a_device(data, a_device):
+def test_din_without_fields_of_several_values_is_trained_on_a_device(small_data, a_device):
     """Its item embeddings are float32 under autocast, and the weights of the history bfloat16."""
-    single = tuple(field for field in data.item_fields if field.codes.shape[1] == 1)
-    network = build_network("din", dataclasses.replace(data, item_fields=single), None, SETTINGS, seed=0)
+    single = tuple(field for field in small_data.item_fields if field.codes.shape[1] == 1)
+    network = build_network("din", dataclasses.replace(small_data, item_fields=single), None, SETTINGS, seed=0)
     assert not network.inputs.item_embedding.has_bags
-    fit(network, data, CtrSettings(max_epochs=1), seed=0)
+    fit(network, small_data, CtrSettings(max_epochs=1), seed=0)
 
 
 @pytest.mark.parametrize("adaptor", ADAPTORS)
-def test_adaptors_are_trained_on_a_device(adaptor, world, data, a_device):
+def test_adaptors_are_trained_on_a_device(adaptor, small, small_data, a_device, monkeypatch):
+    for module in (trawl, rlmrec):
+        monkeypatch.setattr(module, "NUM_STEPS", 4)
     settings = CtrSettings(max_epochs=1, adaptor=adaptor)
-    knowledge = build_knowledge(world, data, {"relaxed": make_features(world)}, AS_OF, settings)["relaxed"]
-    training = train_model("din", data, knowledge, settings, seed=0)
+    knowledge = build_knowledge(small, small_data, {"relaxed": make_features(small)}, AS_OF, settings)["relaxed"]
+    training = train_model("din", small_data, knowledge, settings, seed=0)
     assert next(training.model.parameters()).is_cuda and np.isfinite(training.scores).all()
