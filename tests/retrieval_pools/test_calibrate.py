@@ -146,7 +146,7 @@ def test_small_pools_hold_nothing_back_and_others_a_fifth_at_most():
 def documents() -> list[ReplayText]:
     """Prompts and texts about the items of a sample world, as the bundled model was trained to write them."""
     tokenizer = load_tokenizer(SAMPLE_MODEL)
-    _, items = world_entities(11, 2, 1_000)
+    _, items = world_entities(11, 2, 700)
     rng = np.random.default_rng(0)
     examples = [make_example(item, tokenizer, rng) for item in items]
     return [ReplayText(example.prompt_ids, example.answer_ids[:-1]) for example in examples]
@@ -225,7 +225,7 @@ def test_one_text_is_refused(pool, documents):
 @pytest.mark.parametrize("name", ["goodreads", "reki"])
 def test_estimates_hold_on_texts_of_large_models(name, shared_data, tmp_path):
     """Descriptions of books and long answers about groups of readers; pool, fit and check have no text in common."""
-    file, size = {"goodreads": ("item_knowledge", 600), "reki": ("knowledge", 300)}[name]
+    file, size = {"goodreads": ("item_knowledge", 400), "reki": ("knowledge", 180)}[name]
     texts = pq.read_table(shared_data / name / f"{file}.parquet", columns=["text"])["text"].to_pylist()
     texts = sorted(set(texts))
     np.random.default_rng(0).shuffle(texts)

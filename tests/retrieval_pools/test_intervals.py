@@ -1,8 +1,10 @@
 """Intervals of a pool's order, against what stands in it."""
 
-import numpy as np
-from numba import njit
+from pathlib import Path
 
+import numpy as np
+
+from laserbatch.retrieval_pools.compiled import cached, source_stamp
 from laserbatch.retrieval_pools.drafting.intervals import (
     find_interval,
     narrow_interval,
@@ -12,8 +14,11 @@ from laserbatch.retrieval_pools.drafting.intervals import (
 )
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 
+HERE = Path(__file__)
+STAMP = source_stamp([HERE, *sorted((HERE.parents[2] / "retrieval_pools").rglob("*.py"))])
 
-@njit
+
+@cached(STAMP)
 def narrowed(index, first, last, token, num_samples, begin, end):
     return (
         narrow_interval(index, first, last, 1, token),
@@ -21,7 +26,7 @@ def narrowed(index, first, last, token, num_samples, begin, end):
     )
 
 
-@njit
+@cached(STAMP)
 def sample_places(first, last, num_samples):
     stride = sample_stride(num_samples, last - first)
     return [sample_place(first, stride, k) for k in range(num_samples)]
@@ -46,7 +51,7 @@ def test_an_interval_is_narrowed_to_a_token_by_search_and_from_its_samples(tmp_p
     assert num_checked > 50
 
 
-@njit
+@cached(STAMP)
 def found_interval(index, context, length):
     return find_interval(index, context, length)
 
