@@ -10,6 +10,8 @@ import torch
 
 def test_all_systems_compute_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(attention, "SMOKE", attention.Scale((2,), (0, 5), 1, context=20))
+    monkeypatch.setattr(attention, "NUM_HEADS", 4)
+    monkeypatch.setattr(attention, "NUM_KV_HEADS", 2)
     out = tmp_path / "out.json"
     assert attention.main(["--smoke", "--json", str(out)]) == 0
     rows = json.loads(out.read_text())["rows"]

@@ -352,6 +352,8 @@ def test_what_is_measured_with_the_model_runs_once_on_a_cpu(tmp_path, capsys, mo
     assert {row["phase"] for row in rows if "phase" in row} >= {"load", "c", "d", "f", "p"}
     unexpected = [row for row in rows if "failed" in row]
     assert not unexpected, unexpected
+    rates = next(row for row in rows if row.get("item") == "rates" and "bytes_per_s" in row)
+    assert rates["bytes_per_s"] > 1e8 and rates["flops_per_s"] > 1e8
     if importlib.util.find_spec("triton") is not None:
         assert status == 0, table
     assert "transformers.generate" in table and "steps/2/0" in table

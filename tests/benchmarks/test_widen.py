@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -48,10 +49,16 @@ def require_equal_logits(source: Path, widened: Path, num_added: int) -> None:
         assert num_added == 0 or added.max() < small.min() - 100
 
 
-def texts_of(folder: Path, prompts: list[np.ndarray]) -> list[list[int]]:
-    engine = Engine.from_pretrained(folder, DecodingSettings(dtype="float32", batch_size=4), device="cpu")
-    results = {result.request_id: result for result in generate(engine, prompts, 48, NoDrafter(), Greedy())}
+def texts_by(engine: Engine, source: Path) -> list[list[int]]:
+    prompts = prompts_of(source)
+    results = {result.request_id: result for result in generate(engine, prompts, 24, NoDrafter(), Greedy())}
     return [results[str(number)].token_ids.tolist() for number in range(len(prompts))]
+
+
+@cache
+def texts_of(folder: Path, source: Path) -> list[list[int]]:
+    settings = DecodingSettings(dtype="float32", batch_size=4)
+    return texts_by(Engine.from_pretrained(folder, settings, device="cpu"), source)
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=lambda path: path.name)
@@ -70,8 +77,7 @@ def test_logits_are_the_same_and_added_tokens_never_win(widened):
 
 def test_our_engine_writes_the_same_texts(widened):
     source, out = widened
-    prompts = prompts_of(source)
-    assert texts_of(out, prompts) == texts_of(source, prompts)
+    assert texts_of(out, source) == texts_of(source, source)
 
 
 def test_a_model_made_on_its_device_is_the_one_that_is_written(widened):
@@ -83,10 +89,7 @@ def test_a_model_made_on_its_device_is_the_one_that_is_written(widened):
     assert all(torch.equal(expected[name], weight) for name, weight in made.named_parameters())
     assert made.config.rms_norm_eps == written.config.rms_norm_eps
     engine = Engine(load_widened(source, "tiny", device="cpu"), DecodingSettings(dtype="float32", batch_size=4))
-    prompts = prompts_of(source)
-    results = generate(engine, prompts, 48, NoDrafter(), Greedy())
-    texts = {result.request_id: result.token_ids.tolist() for result in results}
-    assert [texts[str(number)] for number in range(len(prompts))] == texts_of(source, prompts)
+    assert texts_by(engine, source) == texts_of(source, source)
 
 
 def test_the_folder_is_a_model_in_shards_with_its_tokenizer(widened):

@@ -48,7 +48,7 @@ def test_several_threads_may_map_arrays_at_once(tmp_path):
     np.save(tmp_path / "array.npy", np.arange(10))
 
     def map_many(_) -> int:
-        for _ in range(1_000):
+        for _ in range(300):
             _Collected()
             array = map_array(tmp_path / "array.npy")
         return len(array)

@@ -148,7 +148,7 @@ def test_a_side_without_a_file_is_trained_and_equals_its_own_fit(world, tmp_path
         assert len(alone.collaborative.ids) == len(entities)
 
 
-def test_with_both_files_nothing_is_trained(world, tmp_path):
+def test_with_both_files_nothing_is_trained_and_neither_that_nor_a_loaded_router_needs_torch(world, tmp_path):
     users, items, interactions = world
     pq.write_table(users, tmp_path / "users.parquet")
     pq.write_table(items, tmp_path / "items.parquet")
@@ -157,12 +157,15 @@ def test_with_both_files_nothing_is_trained(world, tmp_path):
     write(tmp_path / "i.parquet", items["item_id"], [VECTORS[n % 3] for n in range(NUM_ITEMS)], side="item")
     program = (
         "import sys, numpy as np, pyarrow.parquet as pq\n"
-        "from laserbatch.retrieval_pools.routing.router import fit_routers\n"
+        "from pathlib import Path\n"
+        "from laserbatch.retrieval_pools.routing.router import Router, fit_routers\n"
         "from laserbatch.retrieval_pools.settings import RoutingSettings\n"
         "settings = RoutingSettings(user_embeddings='u.parquet', item_embeddings='i.parquet')\n"
         "tables = [pq.read_table(name + '.parquet') for name in ('users', 'items', 'interactions')]\n"
-        "routes = fit_routers(*tables, settings)['item'].routes(tables[1], np.full(tables[1].num_rows, 9))\n"
-        "assert set(routes.schemes.to_pylist()) == {'collaborative'}\n"
+        "router, counts = fit_routers(*tables, settings)['item'], np.full(tables[1].num_rows, 9)\n"
+        "router.save(Path('router'))\n"
+        "for each in (router, Router.load(Path('router'))):\n"
+        "    assert set(each.routes(tables[1], counts).schemes.to_pylist()) == {'collaborative'}\n"
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)

@@ -1,8 +1,6 @@
 """The router: collaborative for known and active entities, attributes for all others, and the published baselines."""
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -155,18 +153,6 @@ def test_equal_arguments_give_equal_files_whatever_the_order_of_rows(users, inte
     assert files == ["attribute_groups.parquet", "collaborative.parquet", "router.json"]
     for name in files:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-
-
-def test_a_loaded_router_needs_no_torch(router, tmp_path):
-    router.save(tmp_path)
-    program = (
-        "import sys; from laserbatch.retrieval_pools.routing.router import Router\n"
-        "import numpy as np, pyarrow as pa\n"
-        f"routes = Router.load({str(tmp_path)!r}).routes(pa.table({{'user_id': ['u0']}}), np.array([9]))\n"
-        "assert 'torch' not in sys.modules; print(routes.of(0).group)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == route(router, "u0", {}, 9).group
 
 
 def test_both_sides_at_once_equal_two_fits(users, interactions, router):
