@@ -10,7 +10,7 @@ from laserbatch.research.recommending.code_trees import CodeTrees
 
 P = np.log([0.4, 0.3, 0.15, 0.1, 0.05])
 Q = np.log([0.1, 0.2, 0.4, 0.2, 0.1])
-NUM_DRAWS = 20_000
+NUM_DRAWS = 10_000
 
 
 def firsts(rule) -> float:
