@@ -14,6 +14,7 @@ import pytest
 from ctr_world import AS_OF, make_features, make_world
 from sklearn.metrics import roc_auc_score
 
+from laserbatch.ctr.adaptors import rlmrec, trawl
 from laserbatch.ctr.dataset import build_dataset
 from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.settings import CtrSettings
@@ -59,8 +60,10 @@ def train(night, out, model="dcnv2", features="own", settings=SETTINGS):
     [("din", "own", "rlmrec"), ("din", "own", "trawl"), ("dcnv2", "none", "linear"), ("gbdt", "own", "linear")],
 )
 def test_a_model_is_judged_and_asked_again_as_when_it_was_trained(
-    world, night, tmp_path, capsys, model, features, adaptor
+    world, night, tmp_path, capsys, monkeypatch, model, features, adaptor
 ):
+    for module in (rlmrec, trawl):
+        monkeypatch.setattr(module, "NUM_STEPS", 5)
     metrics = train(night, tmp_path / "model", model, features, CtrSettings(max_epochs=3, patience=3, adaptor=adaptor))
     if features == "own":
         assert "1 users have no features; they get a learned default" in capsys.readouterr().err

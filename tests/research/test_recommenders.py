@@ -279,7 +279,7 @@ def test_a_language_model_is_extended_by_codes_and_adapted(world, tmp_path):
     assert [entry.rows.tolist() for entry in plain] == [entry.rows.tolist() for entry in drafted]
 
 
-@pytest.mark.parametrize("kind", ["sft", "atspeed_s", "atspeed_r"])
+@pytest.mark.parametrize("kind", ["sft", "wordkd", "atspeed_s", "atspeed_r"])
 def test_recommenders_are_trained_and_asked_on_a_device(kind, world, tmp_path, a_device):
     items, histories, folder = world
     options = RecommenderOptions(hidden_size=64, num_layers=1, epochs=1, batch_size=16, num_listed=20)
