@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -18,7 +17,6 @@ from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.routing.router import Route, Router, fit_routers, random_group
 from laserbatch.retrieval_pools.settings import RoutingSettings, Scheme
 
-ROOT = Path(__file__).resolve().parents[2]
 NUM_USERS, NUM_ITEMS, NUM_COMMUNITIES = 120, 80, 4
 NUM_COLD = 20  # the last users, with two interactions each
 SETTINGS = RoutingSettings(num_groups=NUM_COMMUNITIES)
