@@ -37,6 +37,7 @@ stdout = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 PLAIN_LINE_EVERY_S = 5.0
 EVENT_EVERY_S = 30.0
+WORKSPACE_FOLDERS = ("runs", "pools", "experiments", "recommendations", "forgotten", "step-costs")  # nights write them
 
 
 class ExitCode(IntEnum):
@@ -55,12 +56,22 @@ class ExitCode(IntEnum):
 
 
 def _can_be_written(path: Path) -> Path:
-    """The path of an option. Raises ConfigError where no file or folder can be made there."""
+    """The path of an option. Raises ConfigError where no file or folder can be made, or what nights need is lost."""
     place = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
     place = place.parent if place == path.absolute() and place.is_file() else place
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         reason = "may not be written" if place.is_dir() else "is a file, no folder"
         raise ConfigError(f"{path} cannot be written: {place} {reason}. Give another path.")
+    target = path.resolve()
+    precious = [*target.glob("workspace.json"), *target.glob("*/workspace.json")]
+    precious += [*target.glob("users.parquet"), *target.glob("interactions.parquet"), *target.glob("interactions/")]
+    for root in target.parents:
+        if (root / "workspace.json").exists() and target.relative_to(root).parts[0] in WORKSPACE_FOLDERS:
+            precious.append(root / "workspace.json")
+    if precious:
+        raise ConfigError(
+            f"{path} would replace a workspace, a part of one or tables ({precious[0]}). Give another path."
+        )
     return path
 
 

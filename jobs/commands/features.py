@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import typer
 
-from laserbatch.jobs.console import TO_FILE, progress, say, summary
+from laserbatch.jobs.console import TO_FILE, TO_FOLDER, progress, say, summary
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings, open_workspace
 from laserbatch.jobs.stages.night import open_run
 from laserbatch.pipeline.encoding.exports import FORMATS, FormatName, SideExport
@@ -82,7 +82,7 @@ def asof(
 
 @app.command()
 def history(
-    out: Path = typer.Argument(..., help="Folder to write user.parquet and item.parquet to."),
+    out: Path = typer.Argument(..., help="Folder to write user.parquet and item.parquet to.", **TO_FOLDER),
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace OUT if it is there."),
@@ -115,7 +115,9 @@ def history(
 
 @app.command()
 def export(
-    out: Path = typer.Argument(..., help="Folder to write; formats that need a name of the data set take its name."),
+    out: Path = typer.Argument(
+        ..., help="Folder to write; formats that need a name of the data set take its name.", **TO_FOLDER
+    ),
     layout: FormatName = typer.Option("merlin", "--format", help="Tool whose layout is written."),
     run: str | None = typer.Option(None, show_default="the published run", help="A run id."),
     since: str | None = typer.Option(

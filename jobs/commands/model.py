@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from laserbatch.jobs.console import say, summary
+from laserbatch.jobs.console import TO_FOLDER, say, summary
 from laserbatch.jobs.settings import JSON
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.storage.atomic import atomic_folder
@@ -21,7 +21,7 @@ def _model() -> None:
 @app.command(name="import")
 def import_(
     file: Annotated[Path, typer.Argument(help="GGUF file of a language model.")],
-    out: Annotated[Path, typer.Argument(help="Folder to write the model to.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write the model to.", **TO_FOLDER)],
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace OUT if it is there."),
     as_json: bool = JSON,
 ) -> None:

@@ -38,7 +38,7 @@ def planted(
             [entity, [float(at), 0.5], at, at, f"2025-03-{at:02}{run.run_id[10:]}", str(at), at]
             for entity, at in written.items()
         ]
-        table = pa.table([list(column) for column in zip(*rows, strict=True)], schema=schema)
+        table = pa.Table.from_pylist([dict(zip(schema.names, row, strict=True)) for row in rows], schema)
         files = [write_parquet(table[:1], run.features_folder(side) / "00000.parquet"),
                  write_parquet(table[1:], run.features_folder(side) / "00001.parquet")]  # fmt: skip
         names = [file.path.relative_to(run.root).as_posix() for file in files]
@@ -105,7 +105,7 @@ def test_a_row_is_joined_with_what_was_known_before_its_day(workspace, tmp_path,
     [
         ({"user_id": ["a"], "item_id": ["i"]}, "timestamp"),
         ({"user_id": ["a"], "item_id": ["i"], "timestamp": ["yesterday"]}, "timestamp"),
-        ({"user_id": [1], "item_id": ["i"], "timestamp": [1]}, "int64"),
+        ({"user_id": [1], "item_id": ["i"], "timestamp": [1]}, "log, column user_id: found ids of type int64, "),
         ({"user_id": ["a"], "item_id": ["i"], "timestamp": [1], "user_vector": [0]}, "user_vector"),
         ({"user_id": ["a"], "item_id": ["i"], "timestamp": [1], "clicked": [0]}, "b.parquet has the columns"),
         (
@@ -130,6 +130,19 @@ def test_a_run_whose_folder_of_features_is_gone_is_named(workspace, tmp_path, ca
     shutil.rmtree(folder)
     printed = run_features(workspace, capfd, "history", tmp_path / "history", code=3)
     assert f"{folder / '00000.parquet'} is missing; expected the 2 files of item features" in printed["error"]
+
+
+def test_a_workspace_or_tables_are_never_replaced(workspace, tmp_path, capfd):
+    tables = tmp_path / "tables"
+    tables.mkdir()
+    (tables / "users.parquet").write_bytes(b"")
+    last = workspace.runs()[-1].root
+    for folder in (workspace.root, tmp_path, last, last / "features/user", tables):
+        for name in ("export", "history"):
+            printed = run_features(workspace, capfd, name, folder, "--overwrite", code=3)
+            assert f"{folder} would replace a workspace, a part of one or tables" in printed["error"]
+    run_features(workspace, capfd, "export", workspace.root / "exports/merlin")
+    run_features(workspace, capfd, "export", workspace.root / "exports/merlin", "--overwrite")
 
 
 def test_the_history_says_from_when_to_when(workspace, tmp_path, capfd):
