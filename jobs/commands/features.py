@@ -18,9 +18,10 @@ from laserbatch.pipeline.encoding.features import changed_rows
 from laserbatch.pipeline.encoding.schema import DAY_US, MOMENT, moments
 from laserbatch.pipeline.encoding.versions import Versions, feature_versions
 from laserbatch.pipeline.errors import TableError, WorkspaceError
-from laserbatch.pipeline.sides import SIDES
+from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import atomic_folder
 from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, iter_parquet, parquet_files, write_parquet
+from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.tables.schema import UNITS_PER_SECOND, TimeUnit, plain_ids
 from laserbatch.pipeline.tables.streamed import iter_log, log_times, log_unit
 
@@ -58,6 +59,12 @@ def asof(
         added = [field for side, of_side in versions.items() for field in of_side.fields(f"{side}_")]
         for name in {field.name for field in added} & set(first.schema.names):
             raise TableError(f"{interactions} has a column {name!r} already, which is to be added. Rename or drop it.")
+        for side, of_side in versions.items():
+            if (found := plain_ids(first[f"{side}_id"]).type) != of_side.ids.type:
+                raise TableError(
+                    f"{interactions}, column {side}_id: found ids of type {found}, expected {of_side.ids.type}, as the "
+                    f"features have. Write them as the table of {side}s has them."
+                )
         schema = pa.schema([*first.schema, *added])
         with progress("join features") as bar:
 
@@ -138,15 +145,11 @@ def export(
     with atomic_folder(out, overwrite) as folder:
         sides = []
         for side in SIDES:
-            path, figures = night.run.features_path(side), night.manifest.features.get(side)
-            if figures is None or not path.exists():
-                again = f"`laserbatch nightly --date {night.date} --force` makes features"
-                raise WorkspaceError(f"{path} is missing; expected the features of {side}s. {again}")
-            night.run.require_features({side: figures})
+            path, num_rows = night.run.features_path(side), _num_rows(night.run, side)
             schema, has_changed = pq.read_schema(parquet_files(path)[0]), None
-            counts[f"{side}s"] = {"rows": figures.num_rows}
+            counts[f"{side}s"] = {"rows": num_rows}
             if before is not None:
-                before.require_features({side: before.load_manifest().features[side]})
+                _num_rows(before, side)
                 has_changed, gone = changed_rows(path, before.features_path(side), f"{side}_id")
                 counts[f"{side}s"] = {"rows": int(has_changed.sum()), "gone": len(gone)}
                 write_parquet(pa.table({f"{side}_id": gone}), folder / f"gone_{side}s.parquet")
@@ -154,6 +157,16 @@ def export(
             sides.append(SideExport(side, schema, rows))
         FORMATS[layout](sides, folder, out.resolve())
     summary({"folder": out, "format": layout, "run_id": night.run.run_id, **counts}, as_json)
+
+
+def _num_rows(run: RunFolder, side: Side) -> int:
+    """The rows of a run's features. Raises WorkspaceError where they are missing or damaged."""
+    path, figures = run.features_path(side), run.load_manifest().features.get(side)
+    if figures is None or not path.exists():
+        again = f"`laserbatch nightly --date {run.date} --force` makes features"
+        raise WorkspaceError(f"{path} is missing; expected the features of {side}s. {again}")
+    run.require_features({side: figures}, compare_bytes=True)
+    return figures.num_rows
 
 
 def _selected_rows(path: Path, is_selected: np.ndarray) -> Iterator[pa.RecordBatch]:

@@ -35,7 +35,7 @@ def rebuild(
     settings = load_settings(config, {"workspace": workspace})
     with Workspace.open(settings.workspace, create=False).lock():
         night = open_run(settings, run)
-        night.run.require_whole()
+        night.run.require_unchanged()
         name, is_finished = night.run.run_id, night.run.is_finished
         build_pools(night, make_current=is_finished, anew=True)
         if not is_finished:

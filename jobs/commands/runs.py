@@ -101,7 +101,7 @@ def diff(
         raise WorkspaceError(f"run {new.run_id} was built on none; name the run to compare it with")
     old = opened.existing_run(before)
     for run in (old, new):
-        run.require_whole()
+        run.require_unchanged()
     sides = {side: diff_side(old, new, side, limit) for side in SIDES}
     settings = changed_settings(old.load_manifest().origin.settings, new.load_manifest().origin.settings)
     if as_json:

@@ -123,7 +123,7 @@ def judge_first(
         for run in map(workspace.run, run_ids):
             date = datetime.date.fromisoformat(run.date)
             if (manifest := unless_damaged(run.load_manifest)) is not None:
-                run.require_features(manifest.features)
+                run.require_features(manifest.features, compare_bytes=True)
             try:
                 figures = compare_ctr(run.root, tables, date, verifier, settings, workspace.runs_up_to(run))
             except NothingToJudge as error:

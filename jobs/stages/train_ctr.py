@@ -121,10 +121,15 @@ def features_of(night: Night, features: FeatureName) -> FeatureSet | None:
     """The features of a run, its own or the plain ones. Raises CtrError where they are not there."""
     if features == "none":
         return None
-    if features != "plain":
-        night.run.require_features(night.manifest.features)
-    run = night.run.plain if features == "plain" else night.run
-    return read_feature_set(run.features_path("user").parent)
+    if features == "own":
+        night.run.require_features(night.manifest.features, compare_bytes=True)
+        return read_feature_set(night.run.features_path("user").parent)
+    if not (folder := night.run.plain.features_path("user").parent).is_dir():
+        raise CtrError(
+            f"{folder} is not there: run {night.run.run_id} has no features of plain texts. Give a run of a night with "
+            "`night.compare_with_plain: true`, or --features own"
+        )
+    return read_feature_set(folder)
 
 
 def _provenance(night: Night, features: FeatureName, tables: str) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def compare_variants(variants: Sequence[Variant], tables: EntityTables) -> dict[
             run, versions = variant.night.run, None
             if variant.ctr.history == "asof":
                 versions = opened.enter_context(feature_versions(variant.night.workspace.runs_up_to(run)))
-            run.require_features(variant.night.manifest.features)
+            run.require_features(variant.night.manifest.features, compare_bytes=True)
             ways[variant.name] = Way(read_feature_set(run.features_path("user").parent), variant.ctr, versions)
         bar = opened.enter_context(progress("train CTR models", num_trainings(ways)))
         lifts = train_ways(

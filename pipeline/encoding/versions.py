@@ -121,7 +121,7 @@ def feature_versions(runs: Sequence[RunFolder], of_plain: bool = False) -> Itera
             other_codes |= features.keys() - compared
             for run in () if of_plain else manifests:
                 if run.run_id in features:
-                    run.require_features({side: features[run.run_id]})
+                    run.require_features({side: features[run.run_id]}, compare_bytes=True)
             versions[side] = read_versions({run_id: files[run_id] for run_id in features}, side, scratch, other_codes)
         yield versions
 

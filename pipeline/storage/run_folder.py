@@ -113,8 +113,11 @@ class RunFolder:
         file = self.root / "features" / f"{side}.parquet"
         return file if file.is_file() else self.features_folder(side)
 
-    def require_features(self, features: Mapping[Side, FeatureFigures]) -> None:
-        """Raises WorkspaceError where the files of a side's features, or their rows, are not those of the manifest."""
+    def require_features(self, features: Mapping[Side, FeatureFigures], compare_bytes: bool = False) -> None:
+        """Raises WorkspaceError where the files of a side's features, or their rows, are not those of the manifest.
+
+        With `compare_bytes` also where a file has another SHA-256: whoever reads all vectors can afford that.
+        """
         for side, figures in features.items():
             listed = {part.file for part in figures.parts}
             actual = {path.relative_to(self.root).as_posix() for path in parquet_files(self.features_path(side))}
@@ -129,6 +132,8 @@ class RunFolder:
                 if (num_rows := num_rows_of(path := self.root / part.file)) != part.num_rows:
                     rows = f"{path} has {num_rows} rows, not {part.num_rows}"
                     raise WorkspaceError(f"{rows}; {expected}. {again}")
+                if compare_bytes:
+                    self._require_sha256(path, part.sha256)
 
     def require_whole(self) -> None:
         """Raises WorkspaceError where a file that the run wrote of its entities is missing."""
@@ -147,14 +152,16 @@ class RunFolder:
     def require_unchanged(self) -> None:
         """Raises WorkspaceError where a file of texts or features is missing, or not as the run wrote it."""
         self.require_whole()
-        features = self.load_manifest().features.values()
-        sums = {self.root / part.file: part.sha256 for figures in features for part in figures.parts}
-        for path, sha256 in (sums | self.shards("user").checksums() | self.shards("item").checksums()).items():
-            if sha256_file(path) != sha256:
-                raise WorkspaceError(
-                    f"{path} is damaged or was changed: its SHA-256 is not {sha256[:12]}..., as the run recorded it. "
-                    f"Restore it from a copy, or move {self.root} away and run {self.date} again."
-                )
+        self.require_features(self.load_manifest().features, compare_bytes=True)
+        for path, sha256 in (self.shards("user").checksums() | self.shards("item").checksums()).items():
+            self._require_sha256(path, sha256)
+
+    def _require_sha256(self, path: Path, sha256: str) -> None:
+        if sha256_file(path) != sha256:
+            raise WorkspaceError(
+                f"{path} is damaged or was changed: its SHA-256 is not {sha256[:12]}..., as the run recorded it. "
+                f"Restore it from a copy, or move {self.root} away and run {self.date} again."
+            )
 
     def centroids_path(self, side: Side) -> Path:
         """Centroids of the clusters that a side's features name."""

@@ -4,6 +4,7 @@ import datetime
 import fcntl
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from laserbatch.ctr.settings import CtrSettings
 from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.train_ctr import CHECKPOINT, evaluate_folder, predict_pairs, train_to_folder, trained_on
 from laserbatch.pipeline.errors import LaserbatchError
+from laserbatch.pipeline.storage.figures import FeatureFile
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
@@ -44,8 +46,8 @@ def night(world, tmp_path):
     features["user"] = features["user"].slice(1)
     figures = {}
     for side, table in features.items():
-        write_parquet(table, run.features_folder(side) / "00000.parquet")
-        part = SimpleNamespace(file=f"features/{side}/00000.parquet", num_rows=table.num_rows)
+        written = write_parquet(table, run.features_folder(side) / "00000.parquet")
+        part = FeatureFile(f"features/{side}/00000.parquet", table.num_rows, written.sha256)
         figures[side] = SimpleNamespace(encoder="minilm", parts=[part])
     manifest = SimpleNamespace(features=figures)
     return SimpleNamespace(run=run, date=AS_OF, manifest=manifest, tables=str(tables), settings=Settings())
@@ -60,7 +62,7 @@ def train(night, out, model="dcnv2", features="own", settings=SETTINGS):
     [("din", "own", "rlmrec"), ("din", "own", "trawl"), ("dcnv2", "none", "linear"), ("gbdt", "own", "linear")],
 )
 def test_a_model_is_judged_and_asked_again_as_when_it_was_trained(
-    world, night, tmp_path, capsys, monkeypatch, model, features, adaptor
+    world, night, tmp_path, capsys, caplog, monkeypatch, model, features, adaptor
 ):
     for module in (rlmrec, trawl):
         monkeypatch.setattr(module, "NUM_STEPS", 5)
@@ -68,6 +70,7 @@ def test_a_model_is_judged_and_asked_again_as_when_it_was_trained(
     if features == "own":
         assert "1 users have no features; they get a learned default" in capsys.readouterr().err
     again = evaluate_folder(tmp_path / "model", night, night.tables)
+    assert ("rows are of users without features in the run" in caplog.text) == (features == "own")
     assert again == pytest.approx({name: metrics[name] for name in again}, abs=1e-6)
     data = build_dataset(world, AS_OF, SETTINGS)
     test = world.interactions.take(pa.array(data.test))  # the world's rows are in the order of the data's
@@ -205,18 +208,28 @@ def test_bad_input_is_named_and_leaves_nothing_half_trained(world, night, tmp_pa
     refused("no column 'clicked'", settings=CtrSettings(label="clicked"))
     path = night.run.features_folder("user") / "00000.parquet"
     good = pq.read_table(path)
-    pq.write_table(pa.concat_tables([good.slice(1), good.slice(3, 1)]), path)
+
+    def write_features(table):
+        parts = night.manifest.features["user"].parts
+        parts[0] = replace(parts[0], sha256=write_parquet(table, path).sha256)
+
+    with pytest.raises(LaserbatchError, match=r"plain/features is not there: .*compare_with_plain: true"):
+        train(night, tmp_path / "model", features="plain")
+    pq.write_table(good.take(pa.array(range(len(good))[::-1])), path)
+    with pytest.raises(LaserbatchError, match=r"user/00000.parquet is damaged or was changed"):
+        train(night, tmp_path / "model")
+    write_features(pa.concat_tables([good.slice(1), good.slice(3, 1)]))
     refused("2 times .*features of several runs are mixed")
     broken = np.array(good["vector"].to_pylist(), np.float32)
     broken[5, 2] = np.nan
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(broken.reshape(-1)), broken.shape[1])
-    pq.write_table(good.set_column(1, good.schema.field("vector"), vectors), path)
+    write_features(good.set_column(1, good.schema.field("vector"), vectors))
     refused("vector of user 'u6' holds what is no finite number")
     narrow = pa.FixedSizeListArray.from_arrays(pa.array(broken[:, 3:].reshape(-1)), broken.shape[1] - 3)
     field = pa.field("vector", narrow.type, nullable=False)
-    pq.write_table(good.set_column(1, field, narrow), path)
+    write_features(good.set_column(1, field, narrow))
     refused("vectors differ in length")
-    pq.write_table(good, path)
+    write_features(good)
     train(night, tmp_path / "model")
     night.manifest.features["user"].encoder = "other"
     with pytest.raises(CtrError, match="of the encoder other, the model was trained with minilm"):

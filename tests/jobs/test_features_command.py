@@ -132,6 +132,17 @@ def test_a_run_whose_folder_of_features_is_gone_is_named(workspace, tmp_path, ca
     assert f"{folder / '00000.parquet'} is missing; expected the 2 files of item features" in printed["error"]
 
 
+def test_a_file_of_features_with_other_bytes_is_refused(workspace, tmp_path, capfd):
+    path = workspace.runs()[-1].features_folder("user") / "00001.parquet"
+    rows = pq.read_table(path)
+    pq.write_table(rows.take(pa.array(range(len(rows))[::-1])), path)
+    log = tmp_path / "log.parquet"
+    pq.write_table(pa.table({"user_id": ["a"], "item_id": ["i"], "timestamp": [1]}), log)
+    for name, *more in (("history",), ("export",), ("asof", log)):
+        printed = run_features(workspace, capfd, name, *more, tmp_path / name, code=3)
+        assert f"{path} is damaged or was changed" in printed["error"]
+
+
 def test_a_workspace_or_tables_are_never_replaced(workspace, tmp_path, capfd):
     tables = tmp_path / "tables"
     tables.mkdir()
@@ -161,6 +172,15 @@ def test_an_export_of_what_changed_names_who_went(workspace, tmp_path, capfd):
     printed = run_features(workspace, capfd, "export", tmp_path / "old", "--since", last, "--run", first)
     assert printed["users"] == {"rows": 1, "gone": 1}
     assert pq.read_table(tmp_path / "old" / "gone_users.parquet")["user_id"].to_pylist() == ["c"]
+
+
+def test_a_run_without_features_is_named_that_an_export_is_compared_with(workspace, tmp_path, capfd):
+    run = workspace.runs()[1]
+    manifest = run.load_manifest()
+    del manifest.features["item"]
+    manifest.save()
+    error = run_features(workspace, capfd, "export", tmp_path / "new", "--since", run.run_id, code=3)["error"]
+    assert f"{run.run_id}/features/item is missing; expected the features of items" in error
 
 
 @pytest.mark.parametrize(("unit", "per_second"), [("s", 1), ("ms", 10**3), ("us", 10**6), ("ns", 10**9)])
