@@ -36,7 +36,7 @@ def train(
     features: FeatureName = typer.Option(
         "own", help="Features to train on. own: those of the run; plain: those of its plainly decoded texts; none."
     ),
-    seed: int = typer.Option(0, help="Seed of the training."),
+    seed: int = typer.Option(0, min=0, max=2**31 - 1, help="Seed of the training."),
     history: History | None = HISTORY,
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,

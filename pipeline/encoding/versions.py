@@ -8,19 +8,21 @@ import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from laserbatch.pipeline.encoding.schema import LEVELS, MOMENT, days_valid, moments, vector_column, vectors_of
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.manifest import RunManifest
-from laserbatch.pipeline.storage.parquet import iter_parquet
+from laserbatch.pipeline.storage.parquet import iter_parquet, parquet_files
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.retrieval_pools.ids import rows_among
 
@@ -53,13 +55,8 @@ class Versions:
     def of(self, ids: pa.Array, days: np.ndarray) -> np.ndarray:
         """Of each row, an entity and a day since 1970, the newest version that is older: int64[n]; -1 without one.
 
-        Raises WorkspaceError where the ids are of another type than those of the features.
+        The ids are of the type of those of the features.
         """
-        if ids.type != self.ids.type:
-            raise WorkspaceError(
-                f"the log has ids of type {ids.type}, the features of type {self.ids.type}. Write them as the tables "
-                "of users and items have them."
-            )
         entities = rows_among(ids, self.ids)
         keys = _keys(self.entities, self.valid_from)
         newest = np.searchsorted(keys, _keys(entities, days), side="right") - 1
@@ -77,18 +74,21 @@ class Versions:
     def columns(self, versions: np.ndarray) -> list[pa.Array]:
         """The columns of `fields`, of some versions, int64[n] as `of` gives them: -1 is null."""
         is_null = versions < 0
+        known = versions[~is_null]
         vectors = np.zeros((len(versions), self.vectors.shape[1]), np.float32)
-        vectors[~is_null] = self.vectors[self.rows[versions[~is_null]]]
+        codes, days = np.full((len(versions), len(LEVELS)), -1, np.int32), np.full(len(versions), -1, np.int32)
+        vectors[~is_null] = self.vectors[self.rows[known]]
+        codes[~is_null], days[~is_null] = self.codes[known], self.valid_from[known]
         return [
             vector_column(vectors, is_null),
-            *(pa.array(codes, mask=is_null | (codes < 0)) for codes in self.codes[versions].T),
+            *(pa.array(of_level, mask=of_level < 0) for of_level in codes.T),
             self.run_ids.take(pa.array(versions, mask=is_null)),
-            moments(np.where(is_null, -1, self.valid_from[versions])),
+            moments(days),
         ]
 
     def valid_to(self) -> np.ndarray:
         """The day on which the next version took over: int32[n], days since 1970; -1 for what still holds."""
-        ends = np.append(self.valid_from[1:], -1).astype(np.int32)
+        ends = np.roll(self.valid_from, -1)
         ends[np.append(self.entities[1:] != self.entities[:-1], True)[: len(ends)]] = -1
         return ends
 
@@ -154,7 +154,9 @@ def read_versions(
     dim = 0
     for run_id, path in files.items():
         has_codes = run_id not in other_codes
-        for batch in iter_parquet(path, [f"{side}_id", "run_id", *(LEVELS if has_codes else ()), "vector"]):
+        no_rows = pa.RecordBatch.from_pylist([], pq.read_schema(parquet_files(path)[0]))  # types, where no run has rows
+        columns = [f"{side}_id", "run_id", *(LEVELS if has_codes else ()), "vector"]
+        for batch in chain([no_rows], iter_parquet(path, columns)):
             # Versions of an earlier run are read from its own table if that is there and its codes compare.
             run_ids = batch["run_id"]
             is_new = pc.or_(pc.equal(run_ids, run_id), pc.invert(pc.is_in(run_ids, value_set=runs_read[not has_codes])))
@@ -176,7 +178,7 @@ def read_versions(
     keys = _keys(entities, days)
     order = np.argsort(keys, kind="stable")
     order = order[np.append(keys[order][1:] != keys[order][:-1], True)[: len(order)]]
-    vectors = np.memmap(scratch, np.float32, "r", shape=(len(keys), dim))
+    shape = (len(keys), dim)
     return Versions(
         ids=ids,
         entities=entities[order],
@@ -184,7 +186,7 @@ def read_versions(
         run_ids=all_runs.take(pa.array(order)),
         codes=np.concatenate([codes for _, _, codes in parts])[order],
         rows=order,
-        vectors=vectors,
+        vectors=np.memmap(scratch, np.float32, "r", shape=shape) if len(keys) else np.empty(shape, np.float32),
     )
 
 

@@ -143,6 +143,19 @@ def test_a_file_of_features_with_other_bytes_is_refused(workspace, tmp_path, cap
         assert f"{path} is damaged or was changed" in printed["error"]
 
 
+def test_a_side_without_a_text_has_no_versions(tmp_path, capfd):
+    workspace = Workspace.open(tmp_path / "workspace")
+    planted(workspace, 3, {})
+    printed = run_features(workspace, capfd, "history", tmp_path / "history")
+    assert (printed["users"]["versions"], printed["items"]["versions"]) == (0, 1)
+    assert pq.read_table(tmp_path / "history/user.parquet").num_rows == 0
+    times = pa.array([datetime.datetime(2025, 3, 7)])
+    pq.write_table(pa.table({"user_id": ["a"], "item_id": ["i"], "timestamp": times}), tmp_path / "log.parquet")
+    run_features(workspace, capfd, "asof", tmp_path / "log.parquet", tmp_path / "out.parquet")
+    (row,) = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    assert row["user_vector"] is None and row["user_cluster_id"] is None and row["item_cluster_id"] == 3
+
+
 def test_a_workspace_or_tables_are_never_replaced(workspace, tmp_path, capfd):
     tables = tmp_path / "tables"
     tables.mkdir()
