@@ -11,6 +11,7 @@ Vectors of entities are not in it: they are those of a run's features, old or ne
 
 import datetime
 import json
+import logging
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ from laserbatch.ctr.settings import CtrSettings, ModelName
 from laserbatch.ctr.training import Training, build_network
 
 FORMAT_VERSION = 3
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,12 @@ def score(
         if features is None:
             raise CtrError(f"{folder} was trained with knowledge: give the run whose features it is to see")
         knowledge = Knowledge(**card.basis.reduce(align_sides(tables, features)), basis=card.basis)
+        for side, numbers in (("user", users), ("item", items)):
+            if num_without := int((~getattr(knowledge, side).vectors.any(axis=1))[numbers].sum()):
+                logger.warning(
+                    "%d of %d rows are of %ss without features in the run; they are scored by a learned default",
+                    num_without, len(numbers), side,
+                )  # fmt: skip
     max_history = card.settings.max_history
     rows = rows_before(tables, card.encoders, log, users, items, times_us, max_history, card.prior)
     if card.model == "gbdt":
