@@ -88,7 +88,10 @@ def align(features: pa.Table, side: str, entity_ids: pa.Array) -> SideVectors:
     """
     ids = features[f"{side}_id"].combine_chunks()
     if ids.type != entity_ids.type:
-        raise CtrError(f"{side} features have ids of type {ids.type}, the table of {side}s {entity_ids.type}")
+        raise CtrError(
+            f"{side} features have ids of type {ids.type}, the table of {side}s {entity_ids.type}; write the ids of "
+            "the table as they were when the run read them, or run its night again"
+        )
     if pc.count_distinct(ids).as_py() != len(ids):
         twice = pc.value_counts(ids)
         twice = twice.filter(pc.greater(pc.struct_field(twice, "counts"), 1))[0]["values"].as_py()

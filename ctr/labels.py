@@ -69,7 +69,8 @@ class LabelRule:
             return COMPARISONS[self.comparison](column, pa.scalar(self.value))
         except (pa.ArrowException, TypeError):
             raise CtrError(
-                f"ctr.label: {self.text!r} does not fit the column {self.column}, which is of type {column.type}"
+                f"ctr.label: {self.text!r} does not fit the column {self.column}, which is of type {column.type}; "
+                f"expected numbers, or true and false; of texts say which one, as in `{self.column} == 'TEXT'`"
             ) from None
 
     @property

@@ -137,7 +137,10 @@ def numbers_of(ids: pa.Array, table_ids: pa.Array, side: str, table: str) -> np.
 def _rows_of(ids: pa.Array, table_ids: pa.Array, side: str, table: str) -> np.ndarray:
     """Rows of the entity table, int32 (n,), -1 where there is none. Raises CtrError on ids of another type."""
     if ids.type != table_ids.type:
-        raise CtrError(f"{table} have {side} ids of type {ids.type}, the table of {side}s {table_ids.type}")
+        raise CtrError(
+            f"{table}, column {side}_id: found ids of type {ids.type}, expected {table_ids.type}, as in the table of "
+            f"{side}s; write both in one type (`laserbatch data import` does with `ids: {{{side}_id: string}}`)"
+        )
     return np.array(pc.fill_null(pc.index_in(ids, table_ids), -1))
 
 
