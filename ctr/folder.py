@@ -10,6 +10,7 @@ Vectors of entities are not in it: they are those of a run's features, old or ne
 """
 
 import datetime
+import hashlib
 import json
 import logging
 import shutil
@@ -80,6 +81,7 @@ class ModelCard:
             "settings": self.settings.model_dump(mode="json"),
             "encoders": encoders,
             "provenance": self.provenance,
+            "files": {str(path.relative_to(folder)): _sha256(path) for path in sorted(folder.rglob("*.*"))},
         }
         (folder / "model.json").write_text(json.dumps(card, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         for path in folder.glob("*.safetensors"):
@@ -96,6 +98,9 @@ class ModelCard:
                 raise CtrError(
                     f"{folder} is a model of format {card['format_version']}; expected {FORMAT_VERSION}: train it again"
                 )
+            for name, sha256 in card.get("files", {}).items():  # models of earlier versions list none
+                if _sha256(folder / name) != sha256:
+                    raise CtrError(f"{folder / name} is damaged, or of another model; restore it, or train again")
             path = folder / "basis.safetensors"
             basis = Basis(**load_file(path)) if path.is_file() else None
             return cls(
@@ -112,6 +117,11 @@ class ModelCard:
             raise CtrError(
                 f"{folder} is no model of `laserbatch ctr train`, or damaged: {error}; train it again"
             ) from None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _vocabulary_path(folder: Path, side: str, column: str) -> Path:

@@ -239,6 +239,12 @@ def test_bad_input_is_named_and_leaves_nothing_half_trained(world, night, tmp_pa
     with pytest.raises(CtrError, match=r"unknown users \(the first: 'nobody'"):
         predict_pairs(tmp_path / "model", night, night.tables, tmp_path / "pairs.parquet", tmp_path / "out.parquet")
     assert not (tmp_path / "out.parquet").exists()
+    for name in ("model.safetensors", "basis.safetensors"):
+        content = (tmp_path / "model" / name).read_bytes()
+        (tmp_path / "model" / name).write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+        with pytest.raises(CtrError, match=rf"model/{name} is damaged, or of another model"):
+            evaluate_folder(tmp_path / "model", night, night.tables)
+        (tmp_path / "model" / name).write_bytes(content)
     (tmp_path / "model" / "model.json").write_text("{}")
     with pytest.raises(CtrError, match="or damaged"):
         evaluate_folder(tmp_path / "model", night, night.tables)
