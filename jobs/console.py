@@ -37,6 +37,7 @@ stdout = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 PLAIN_LINE_EVERY_S = 5.0
 EVENT_EVERY_S = 30.0
+TABLE_FILES = ("users.parquet", "items.parquet", "interactions.parquet")
 WORKSPACE_FOLDERS = ("runs", "pools", "experiments", "recommendations", "forgotten", "step-costs")  # nights write them
 
 
@@ -63,15 +64,15 @@ def _can_be_written(path: Path) -> Path:
         reason = "may not be written" if place.is_dir() else "is a file, no folder"
         raise ConfigError(f"{path} cannot be written: {place} {reason}. Give another path.")
     target = path.resolve()
-    precious = [*target.glob("workspace.json"), *target.glob("*/workspace.json")]
-    precious += [*target.glob("users.parquet"), *target.glob("interactions.parquet"), *target.glob("interactions/")]
+    is_table = target.is_file() and target.name in TABLE_FILES and (target.parent / TABLE_FILES[0]).exists()
+    precious = [target] if is_table else []
+    for pattern in ("workspace.json", "*/workspace.json", *TABLE_FILES, "interactions/"):
+        precious += target.glob(pattern)
     for root in target.parents:
         if (root / "workspace.json").exists() and target.relative_to(root).parts[0] in WORKSPACE_FOLDERS:
-            precious.append(root / "workspace.json")
+            precious.append(root)
     if precious:
-        raise ConfigError(
-            f"{path} would replace a workspace, a part of one or tables ({precious[0]}). Give another path."
-        )
+        raise ConfigError(f"{path} would replace {precious[0]}: a workspace, its part, or tables. Give another path.")
     return path
 
 

@@ -139,10 +139,8 @@ def _provenance(night: Night, features: FeatureName, tables: str) -> dict[str, A
     provenance["inputs"] = {name: of["sha256"] for name, of in describe(tables).items()}
     if features != "none":
         run = night.run.plain if features == "plain" else night.run
-        files = {side: parquet_files(run.features_path(side)) for side in SIDES}
-        provenance["feature_files"] = {
-            side: list(map(sha256_file, of_side)) for side, of_side in files.items() if of_side
-        }
+        sums = {side: list(map(sha256_file, parquet_files(run.features_path(side)))) for side in SIDES}
+        provenance["feature_files"] = {side: of_side for side, of_side in sums.items() if of_side}
         provenance["encoders"] = {side: of.encoder for side, of in night.manifest.features.items()}
     return provenance
 

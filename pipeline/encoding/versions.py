@@ -53,10 +53,7 @@ class Versions:
     vectors: np.ndarray
 
     def of(self, ids: pa.Array, days: np.ndarray) -> np.ndarray:
-        """Of each row, an entity and a day since 1970, the newest version that is older: int64[n]; -1 without one.
-
-        The ids are of the type of those of the features.
-        """
+        """Of each row, an entity and a day since 1970, the newest version that is older: int64[n]; -1 without one."""
         entities = rows_among(ids, self.ids)
         keys = _keys(self.entities, self.valid_from)
         newest = np.searchsorted(keys, _keys(entities, days), side="right") - 1

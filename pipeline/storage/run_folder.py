@@ -114,10 +114,7 @@ class RunFolder:
         return file if file.is_file() else self.features_folder(side)
 
     def require_features(self, features: Mapping[Side, FeatureFigures], compare_bytes: bool = False) -> None:
-        """Raises WorkspaceError where the files of a side's features, or their rows, are not those of the manifest.
-
-        With `compare_bytes` also where a file has another SHA-256: whoever reads all vectors can afford that.
-        """
+        """Raises WorkspaceError where files of features, their rows or, if compared, bytes are not the manifest's."""
         for side, figures in features.items():
             listed = {part.file for part in figures.parts}
             actual = {path.relative_to(self.root).as_posix() for path in parquet_files(self.features_path(side))}

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import re
 import shutil
 
 import pyarrow as pa
@@ -164,7 +165,9 @@ def test_a_workspace_or_tables_are_never_replaced(workspace, tmp_path, capfd):
     for folder in (workspace.root, tmp_path, last, last / "features/user", tables):
         for name in ("export", "history"):
             printed = run_features(workspace, capfd, name, folder, "--overwrite", code=3)
-            assert f"{folder} would replace a workspace, a part of one or tables" in printed["error"]
+            assert re.search(rf"{folder} would replace .*: a workspace, its part, or tables", printed["error"])
+    printed = run_features(workspace, capfd, "asof", tables, tables / "users.parquet", code=3)
+    assert "users.parquet would replace" in printed["error"]
     run_features(workspace, capfd, "export", workspace.root / "exports/merlin")
     run_features(workspace, capfd, "export", workspace.root / "exports/merlin", "--overwrite")
 
