@@ -121,12 +121,8 @@ def _lightgbm():
 
 
 def load_gbdt(path: Path):
-    """A booster from LightGBM's text. Raises CtrError where it cannot be read."""
-    lightgbm = _lightgbm()
-    try:
-        return lightgbm.Booster(model_file=path)
-    except lightgbm.basic.LightGBMError as error:
-        raise CtrError(f"{path} is no model of LightGBM: {error}") from None
+    """A booster from LightGBM's text."""
+    return _lightgbm().Booster(model_file=path)
 
 
 def predict_gbdt(booster, columns: GbdtColumns, rows: np.ndarray) -> np.ndarray:

@@ -26,7 +26,7 @@ from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import atomic_folder, atomic_path, sha256_file
 from laserbatch.pipeline.storage.parquet import parquet_files, write_parquet
 from laserbatch.pipeline.storage.uris import is_uri
-from laserbatch.pipeline.tables.read import describe
+from laserbatch.pipeline.tables.read import describe, end_of_day
 from laserbatch.pipeline.tables.schema import plain_ids
 from laserbatch.pipeline.tables.streamed import iter_log, log_times, log_unit, open_tables
 
@@ -222,6 +222,12 @@ def predict_pairs(model: Path, night: Night, tables: str, pairs: Path, out: Path
             row = pc.index(times.is_null(), True).as_py()
             raise CtrError(f"{pairs}, column timestamp, row {row}: found null; expected a time in every row")
         times_us = times.cast(pa.int64()).to_numpy()
+        num_early = pc.sum(pc.less(times, end_of_day(night.date))).as_py()
+        if features is not None and num_early:
+            logger.warning(
+                "%d of %d pairs are of times up to %s, which the texts of run %s may know: their scores do not show "
+                "how good the model is", num_early, len(times), night.date, night.run.run_id,
+            )  # fmt: skip
     scores = score(model, card, opened, features, log, users, items, times_us)
     write_parquet(pair_table.append_column("score", pa.array(scores.astype(np.float32))), out)
     return len(pair_table)

@@ -92,6 +92,12 @@ def test_a_model_is_judged_and_asked_again_as_when_it_was_trained(
     pq.write_table(pairs.select(["user_id", "item_id"]), tmp_path / "pairs.parquet")  # as of all that is known
     predict_pairs(tmp_path / "model", night, night.tables, tmp_path / "pairs.parquet", out)
     assert not np.array_equal(pq.read_table(out)["score"].to_numpy(), scores["score"].to_numpy())
+    assert "which the texts of run" not in caplog.text
+    early = datetime.datetime.combine(AS_OF, datetime.time(23))
+    pq.write_table(pairs.set_column(2, "timestamp", pa.array([early] * len(pairs))), tmp_path / "pairs.parquet")
+    predict_pairs(tmp_path / "model", night, night.tables, tmp_path / "pairs.parquet", out)
+    said = f"{len(pairs)} of {len(pairs)} pairs are of times up to {AS_OF}, which the texts of run"
+    assert (said in caplog.text) == (features == "own")
     card = json.loads((tmp_path / "model" / "model.json").read_text())
     assert card["provenance"]["run_id"] == "2025-03-01-0123abcd" and len(card["provenance"]["inputs"]["users"]) == 64
 
