@@ -1,7 +1,7 @@
 """The folder of a trained model: all that scores pairs again, in files that run no code when they are read.
 
     model.safetensors | model.txt    weights of a network, or LightGBM's own text
-    model.json                       which model, settings, seed, date, encoders; where it comes from; checksums of these files
+    model.json                       which model, settings, seed, date, encoders; where it comes from; checksums
     vocabularies/<side>.<column>.parquet    values in the order of their codes; in names `/` is %2F and `%` is %25
     basis.safetensors                what knowledge vectors are reduced by; without knowledge it is not there
     metrics.json                     of the test rows
