@@ -53,7 +53,15 @@ class Versions:
     vectors: np.ndarray
 
     def of(self, ids: pa.Array, days: np.ndarray) -> np.ndarray:
-        """Of each row, an entity and a day since 1970, the newest version that is older: int64[n]; -1 without one."""
+        """Of each row, an entity and a day since 1970, the newest version that is older: int64[n]; -1 without one.
+
+        Raises WorkspaceError where the ids are of another type than those of the features.
+        """
+        if ids.type != self.ids.type:
+            raise WorkspaceError(
+                f"the log has ids of type {ids.type}, the features of type {self.ids.type}. Write them as the tables "
+                "of users and items have them."
+            )
         entities = rows_among(ids, self.ids)
         keys = _keys(self.entities, self.valid_from)
         newest = np.searchsorted(keys, _keys(entities, days), side="right") - 1
