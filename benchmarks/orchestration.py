@@ -272,18 +272,13 @@ def stage(label: str, rows: list[dict]):
 
     sampler = threading.Thread(target=sample, daemon=True)
     sampler.start()
-    start_s, start_cpu_s = time.perf_counter(), cpu_s()
+    start_s, start_cpu_s = time.perf_counter(), time.process_time() - SAMPLING_S[0]
     yield
-    seconds, cpu_seconds = time.perf_counter() - start_s, cpu_s() - start_cpu_s
+    seconds, cpu_seconds = time.perf_counter() - start_s, time.process_time() - SAMPLING_S[0] - start_cpu_s
     ended.set()
     sampler.join()
     row = {"stage": label, "seconds": seconds, "cpu_seconds": cpu_seconds, "peak_mb": memory_mb("VmHWM")}
     rows.append(row | {"own_mb": own_mb[0]})
-
-
-def cpu_s() -> float:
-    """This process's time on processors, but for what looking at its memory took."""
-    return time.process_time() - SAMPLING_S[0]
 
 
 def memory_mb(name: str) -> float:

@@ -10,7 +10,6 @@ Vectors of entities are not in it: they are those of a run's features, old or ne
 """
 
 import datetime
-import hashlib
 import json
 import logging
 import shutil
@@ -36,6 +35,7 @@ from laserbatch.ctr.loop import predict
 from laserbatch.ctr.metrics import Metrics
 from laserbatch.ctr.settings import CtrSettings, ModelName
 from laserbatch.ctr.training import Training, build_network
+from laserbatch.retrieval_pools.atomic import sha256_file
 
 FORMAT_VERSION = 4
 
@@ -81,7 +81,7 @@ class ModelCard:
             "settings": self.settings.model_dump(mode="json"),
             "encoders": encoders,
             "provenance": self.provenance,
-            "files": {str(path.relative_to(folder)): _sha256(path) for path in sorted(folder.rglob("*.*"))},
+            "files": {str(path.relative_to(folder)): sha256_file(path) for path in sorted(folder.rglob("*.*"))},
         }
         (folder / "model.json").write_text(json.dumps(card, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         for path in folder.glob("*.safetensors"):
@@ -99,7 +99,7 @@ class ModelCard:
                     f"{folder} is a model of format {card['format_version']}; expected {FORMAT_VERSION}: train it again"
                 )
             for name, sha256 in card["files"].items():
-                if _sha256(folder / name) != sha256:
+                if sha256_file(folder / name) != sha256:
                     raise CtrError(f"{folder / name} is damaged, or of another model; restore it, or train again")
             path = folder / "basis.safetensors"
             basis = Basis(**load_file(path)) if path.is_file() else None
@@ -117,11 +117,6 @@ class ModelCard:
             raise CtrError(
                 f"{folder} is no model of `laserbatch ctr train`, or damaged: {error}; train it again"
             ) from None
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _vocabulary_path(folder: Path, side: str, column: str) -> Path:

@@ -41,7 +41,7 @@ def assert_equal_to_the_slow_one(pack: Pack, shape: LaunchShape | None = None, *
     torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
-WHOLE, CUT = 0, 32  # MIN_PROGRAMS: keys are never cut, or into some parts, each of which is interpreted
+WHOLE, CUT = 0, 32  # MIN_PROGRAMS: keys are never cut, or cut into parts, and each part is interpreted
 
 
 @pytest.fixture(params=[WHOLE, CUT], ids=["one-part", "many-parts"])
