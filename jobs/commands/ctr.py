@@ -8,7 +8,7 @@ from typing import Any, get_args
 import typer
 
 from laserbatch.ctr.settings import CtrOptions, CtrSettings, History, ModelName
-from laserbatch.jobs.console import TO_FILE, print_table, stdout, summary
+from laserbatch.jobs.console import TO_FILE, TO_FOLDER, print_table, stdout, summary
 from laserbatch.jobs.report.ctr_table import ctr_lead, ctr_table
 from laserbatch.jobs.report.variant_table import between_line, variant_table
 from laserbatch.jobs.settings import CONFIG, CONFIGS, FRAMEWORKS, WORKSPACE, config_here, load_settings, variant_names
@@ -31,7 +31,7 @@ JSON = typer.Option(False, "--json", help="Print everything as JSON.")
 
 @app.command()
 def train(
-    out: Path = typer.Argument(..., help="Folder of the model to write."),
+    out: Path = typer.Argument(..., help="Folder of the model to write.", **TO_FOLDER),
     model: ModelName = typer.Option("dcnv2", help="Model to train."),
     features: FeatureName = typer.Option(
         "own", help="Features to train on. own: those of the run; plain: those of its plainly decoded texts; none."

@@ -66,8 +66,8 @@ def forget(
     settings = load_settings(config, {"workspace": workspace})
     users = {*user, *(read_ids(ids, say) if ids is not None else ())}
     requested: Ids = {"user": frozenset(users), "item": frozenset(item)}
-    if not any(requested.values()):
-        raise typer.BadParameter("give --user ID, --item ID or --ids FILE with at least one id")
+    if not any(requested.values()) or "" in users | requested["item"]:
+        raise typer.BadParameter("give --user ID, --item ID or --ids FILE with at least one id; none is empty")
     if not_text := [key for key in (*user, *item) if key != key.encode(errors="replace").decode()]:
         raise typer.BadParameter(
             f"{not_text[0]!r} is not UTF-8, as ids are; check the terminal's encoding, or give --ids"

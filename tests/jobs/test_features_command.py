@@ -168,6 +168,8 @@ def test_a_workspace_or_tables_are_never_replaced(workspace, tmp_path, capfd):
             assert re.search(rf"{folder} would replace .*: a workspace, its part, or tables", printed["error"])
     printed = run_features(workspace, capfd, "asof", tables, tables / "users.parquet", code=3)
     assert "users.parquet would replace" in printed["error"]
+    done = run_here(capfd, "ctr", "train", str(last / "model"), "--workspace", str(workspace.root))
+    assert done.returncode == 3 and "model would replace" in done.stderr.replace("\n", " ")
     run_features(workspace, capfd, "export", workspace.root / "exports/merlin")
     run_features(workspace, capfd, "export", workspace.root / "exports/merlin", "--overwrite")
 

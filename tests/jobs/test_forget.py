@@ -352,6 +352,7 @@ def test_ids_come_from_a_file_and_unknown_ones_are_told(folder, capfd, monkeypat
     done = forget(folder, capfd, "--user", WHO)  # an earlier receipt says that it was removed
     assert done["unknown"]["user"] == [WHO] and not done["nowhere"]["user"]
     assert forget(folder, capfd, code=2)["kind"]
+    assert "none is empty" in forget(folder, capfd, "--user", WHO, "--item", "", code=2)["error"]
     assert "is not UTF-8" in forget(folder, capfd, "--user", "Zo\udceb", code=2)["error"]
     done = forget(folder, capfd, "--item", "i0")
     assert done["rows"] and "titles of these items stay" in done["said"]
