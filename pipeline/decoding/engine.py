@@ -337,14 +337,18 @@ class Engine:
     ) -> Iterator[GenerationResult | GenerationFailure]:
         """Results of the sequences in `ended`, which is emptied."""
         while ended:
-            sequence, outcome = ended.popleft()
-            if isinstance(outcome, GenerationFailure):
-                yield outcome
-                continue
-            text = ""
-            if self.tokenizer is not None:
-                text = cast("str", self.tokenizer.decode(sequence.output_ids.tolist(), skip_special_tokens=True))
-            yield sequence.result(outcome, text)
+            yield self.result(*ended.popleft())
+
+    def result(
+        self, sequence: DecodingSequence, outcome: str | GenerationFailure
+    ) -> GenerationResult | GenerationFailure:
+        """What `generate` yields for a sequence that ended so."""
+        if isinstance(outcome, GenerationFailure):
+            return outcome
+        text = ""
+        if self.tokenizer is not None:
+            text = cast("str", self.tokenizer.decode(sequence.output_ids.tolist(), skip_special_tokens=True))
+        return sequence.result(outcome, text)
 
     def reset_prefix_cache(self) -> None:
         """Drop cached prefixes and statistics of lengths, so that results do not depend on earlier calls."""

@@ -1,6 +1,6 @@
 """A text: what is asked for, what is written of it so far, and what comes of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -62,11 +62,11 @@ class GenerationResult:
     sources: np.ndarray
     text: str
     finish_reason: str
-    num_steps: int
-    num_drafted: int
-    num_accepted: int
-    drafted_by_source: np.ndarray
-    accepted_by_source: np.ndarray
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    drafted_by_source: np.ndarray = field(default_factory=lambda: np.zeros(NUM_SOURCES, np.int64))
+    accepted_by_source: np.ndarray = field(default_factory=lambda: np.zeros(NUM_SOURCES, np.int64))
     end_id: int | None = None
     role_mark: str = ""
     num_invented: int = 0

@@ -21,12 +21,12 @@ from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.engines.answers import Answers
 from laserbatch.pipeline.engines.endpoint_batches import EndpointBatches
 from laserbatch.pipeline.engines.endpoint_client import SGLANG, VLLM, EndpointClient
-from laserbatch.pipeline.engines.engine import ExternalEngine
+from laserbatch.pipeline.engines.engine import TextEngine
 from laserbatch.pipeline.engines.spending import Spending
 from laserbatch.pipeline.errors import ConfigError, RowError, RunFailed
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.figures import ModelFigures
-from laserbatch.retrieval_pools.sources import NUM_SOURCES, SOURCE_TARGET
+from laserbatch.retrieval_pools.sources import SOURCE_TARGET
 
 PATHS = {"completions": "/completions", "chat": "/chat/completions"}
 JSON_GRAMMAR = "start: %json "  # how `knowledge.forms` begins a grammar that is a JSON schema
@@ -34,7 +34,7 @@ TICK_S, SAVE_EVERY_S = 1.0, 1.0  # between signs of life of a worker that waits;
 _T = TypeVar("_T")
 
 
-class EndpointEngine(ExternalEngine):
+class EndpointEngine(TextEngine):
     """A server as a `TextEngine`.
 
     Raises ModelError: the folder holds no tokenizer. ConfigError: the key is not in the environment, or the server does
@@ -106,7 +106,7 @@ class EndpointEngine(ExternalEngine):
         task = self._loop.create_task(coroutine)
         while not task.done():
             self._loop.run_until_complete(asyncio.wait([task], timeout=TICK_S))
-            self.num_forwards += 1  # this process is well; how long a server may take, its own limits say
+            self._num_forwards += 1  # this process is well; how long a server may take, its own limits say
         return task.result()
 
     def _save(self) -> None:
@@ -213,18 +213,13 @@ class EndpointEngine(ExternalEngine):
         self._spending.add(answer.get("usage"), len(request.prompt_ids), request.max_new_tokens, answered_by)
         choice = self._choice(answer.get("choices"))
         token_ids, end_id = self._tokens(choice)
-        has_ended, none = choice["finish_reason"] == "stop", np.zeros(NUM_SOURCES, np.int64)
-        return GenerationResult(
+        has_ended = choice["finish_reason"] == "stop"
+        return GenerationResult(  # a server says nothing of its steps
             request_id=request.request_id,
             token_ids=np.array(token_ids, np.int32),
             sources=np.full(len(token_ids), SOURCE_TARGET, np.uint8),
             text=cast("str", self.tokenizer.decode(token_ids, skip_special_tokens=True)),
             finish_reason="end_of_text" if has_ended else "length",
-            num_steps=0,  # a server says nothing of its steps
-            num_drafted=0,
-            num_accepted=0,
-            drafted_by_source=none,
-            accepted_by_source=none,
             end_id=end_id if has_ended else None,
         )
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.decoding.step_budget import StepBudget
 from laserbatch.pipeline.decoding.verifiers import verifier_from
 from laserbatch.pipeline.engines.answers import Answers
+from laserbatch.pipeline.engines.engine import TextEngine
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.figures import ModelFigures
 from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
@@ -37,7 +37,7 @@ USUAL_SHARE = 0.99  # of a pool's texts
 RESIDENT_SHARE = 0.25  # of the free memory: a larger pool is read from the disk as drafts need it
 
 
-class OwnEngine:
+class OwnEngine(TextEngine):
     """`Engine` as a `TextEngine`. Raises ModelError, PoolError: the model or a pool cannot be used.
 
     Parameters
@@ -121,10 +121,10 @@ class OwnEngine:
         self, sequence: DecodingSequence, outcome: str | GenerationFailure
     ) -> GenerationResult | GenerationFailure:
         """What `generate` yields for a text that ended so in a stream of the engine."""
-        if isinstance(outcome, GenerationFailure):
-            return outcome
-        text = self.tokenizer.decode(sequence.output_ids.tolist(), skip_special_tokens=True)
-        return self._answers.answer(sequence.result(outcome, cast("str", text)), sequence.request.prompt_ids)
+        result = self.engine.result(sequence, outcome)
+        if isinstance(result, GenerationFailure):
+            return result
+        return self._answers.answer(result, sequence.request.prompt_ids)
 
     def warm_up(self, sides: Iterable[Side]) -> None:
         for side in sides:

@@ -39,7 +39,7 @@ from laserbatch.pipeline.decoding.model.folder import (
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.engines.answers import Answers
-from laserbatch.pipeline.engines.engine import ExternalEngine
+from laserbatch.pipeline.engines.engine import TextEngine
 from laserbatch.pipeline.errors import ModelError, first_line
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import atomic_path
@@ -73,7 +73,7 @@ class _Text:
             self.num_steps += 1
 
 
-class VllmEngine(ExternalEngine):
+class VllmEngine(TextEngine):
     """`vllm.LLM` as a `TextEngine`. Raises ModelError, PoolError: vLLM, the model or a pool cannot be used.
 
     Drafted tokens have the source "pool", whatever the proposer took them from. vLLM counts what it drafts for all
@@ -200,8 +200,8 @@ class VllmEngine(ExternalEngine):
             logger.exception("vLLM's engine failed: this worker ends")
             self._folder.remove()  # os._exit runs no clean-up
             os._exit(1)
-        self.num_forwards += 1
-        self.costliest_step_s = max(self.costliest_step_s, time.perf_counter() - began_s)
+        self._num_forwards += 1
+        self._costliest_step_s = max(self._costliest_step_s, time.perf_counter() - began_s)
         return outputs
 
     def _num_drafted(self) -> int:
