@@ -6,6 +6,7 @@ past a node where the target's own choice is an end token, and an end token is o
 bonus token: so relaxed lengths do not drift.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -60,23 +61,11 @@ def verify(
     Returns None for a sequence where the target's logits after its last committed token are not finite. Nodes after
     which they are not are not accepted.
     """
-    if len(trees) == 0:  # plain decoding
+    if len(trees) == 0 and guidance is None:  # plain decoding
         nothing = np.empty(0, np.int64)
         verdicts = judge_rows(verifier, rows, starts, nothing, nothing, nothing)
-        choices, is_finite = verdicts.choices, verdicts.is_finite
-        if guidance is not None:
-            guided_choices = zip(guidance.guides, choices.tolist(), is_finite.tolist(), strict=True)
-            is_left = [
-                guide is not None and finite and not guide.num_allowed([choice])
-                for guide, choice, finite in guided_choices
-            ]
-            if len(left := np.flatnonzero(is_left)):
-                again = judge_rows(verifier, guidance.rows, starts[left], nothing, nothing, nothing)
-                choices[left], is_finite[left] = again.choices, again.is_finite
-        return [
-            Acceptance(nothing, choice) if finite else None
-            for choice, finite in zip(choices.tolist(), is_finite.tolist(), strict=True)
-        ]
+        outcomes = zip(verdicts.choices.tolist(), verdicts.is_finite.tolist(), strict=True)
+        return [Acceptance(nothing, choice) if is_finite else None for choice, is_finite in outcomes]
     at_once = rows.num_rows
     if rows.device.type == "cpu":
         at_once = max(trees.num_trees, ROUND_LOGITS // len(is_end))
@@ -84,12 +73,12 @@ def verify(
     while len(pending := step.next_rows(at_once)):
         step.judge(verifier, rows, pending, is_end)
         at_once *= 2
-    window = getattr(verifier, "window", 0)
+    may_end = getattr(verifier, "may_end", None)
     if guidance is None:
-        return step.acceptances(window)
+        return step.acceptances(may_end)
     unsure = [tree for tree, guide in enumerate(guidance.guides) if guide is not None]
     while True:
-        accepted = step.acceptances(window)
+        accepted = step.acceptances(may_end)
         unsure, masked = step.leaving(guidance.guides, accepted, unsure)
         if not unsure:
             return accepted
@@ -178,29 +167,16 @@ class _Judged:
         is_accepted = self._trees.scan_from_root(np.logical_and, self.allowed)
         return self._row_of[is_accepted & ~self._is_judged[self._row_of]]
 
-    def acceptances(self, window: int) -> list[Acceptance | None]:
-        """The outcome for each tree; `window`: the rule's."""
+    def acceptances(self, may_end: Callable[[np.ndarray, TreeBatch], np.ndarray] | None) -> list[Acceptance | None]:
+        """The outcome for each tree; `may_end`: the rule's, if it has one."""
         is_accepted = self.allowed & self.is_finite[self._row_of]
-        may_end = True
-        if window:
-            may_end = ends_behind_windows(self._token_ids != self.choices[self._parent_row_of], self._trees, window)
-        paths, last_nodes = select_paths(is_accepted, self.log_probability, self._trees, may_end)
+        is_end = True
+        if may_end is not None:
+            is_end = may_end(self._token_ids != self.choices[self._parent_row_of], self._trees)
+        paths, last_nodes = select_paths(is_accepted, self.log_probability, self._trees, is_end)
         next_tokens = self.choices[self._starts + 1 + last_nodes].tolist()
         outcomes = zip(paths, next_tokens, self.is_finite[self._starts].tolist(), strict=True)
         return [Acceptance(path, next_token) if is_sound else None for path, next_token, is_sound in outcomes]
-
-
-def ends_behind_windows(is_loose: np.ndarray, trees: TreeBatch, window: int) -> np.ndarray:
-    """Whether on the path to each node `window` others follow each loose one, before the next or the end: bool[n].
-
-    `is_loose` bool[n] : of nodes whose token is not the target's choice.
-    """
-    depths = trees.depths.astype(np.uint64)
-    at = trees.scan_from_root(np.bitwise_or, np.where(is_loose, np.left_shift(np.uint64(1), depths - np.uint64(1)), 0))
-    is_behind = at >> np.maximum(trees.depths - window, 0).astype(np.uint64) == 0  # bit d - 1: loose at depth d
-    for distance in range(1, window + 1):
-        is_behind &= at & (at >> np.uint64(distance)) == 0
-    return is_behind
 
 
 def select_paths(

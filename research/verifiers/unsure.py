@@ -3,8 +3,10 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.pipeline.decoding.verifiers.verifier import NodeVerdicts, is_choice, log_softmax
 from laserbatch.retrieval_pools.sources import SOURCE_OUTPUT
 
@@ -65,6 +67,16 @@ class FLy:
         is_open = entropy(log_p) >= self.min_entropy * math.log(logits.shape[-1])
         log_probability = log_p[nodes.parents, nodes.token_ids]
         return NodeVerdicts(is_choice(choices, nodes) | is_open[nodes.parents], log_probability)
+
+    def may_end(self, is_loose: np.ndarray, trees: TreeBatch) -> np.ndarray:
+        """Whether on the path to each node a window follows each loose one, before the next or the end: bool[n]."""
+        depths = trees.depths.astype(np.uint64)
+        bits = np.where(is_loose, np.left_shift(np.uint64(1), depths - np.uint64(1)), 0)
+        at = trees.scan_from_root(np.bitwise_or, bits)  # bit d - 1: loose at depth d
+        is_behind = at >> np.maximum(trees.depths - self.window, 0).astype(np.uint64) == 0
+        for distance in range(1, self.window + 1):
+            is_behind &= at & (at >> np.uint64(distance)) == 0
+        return is_behind
 
 
 def entropy(log_probabilities: torch.Tensor) -> torch.Tensor:

@@ -36,8 +36,8 @@ class NodeVerdicts:
 
 
 class Verifier(Protocol):
-    """A rule. One with a `window` int has tokens other than the target's choice stand only where so many of its choices
-    follow them in the draft."""
+    """A rule. One with a method `may_end(is_loose, trees)` says at which nodes paths may end, bool[n] as `is_loose`, the
+    nodes whose token is not the target's choice."""
 
     def __call__(self, logits: torch.Tensor, choices: torch.Tensor, nodes: DraftedNodes) -> NodeVerdicts:
         """Judge nodes by the target's logits after their parents.
