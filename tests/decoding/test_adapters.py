@@ -12,7 +12,6 @@ from laserbatch.pipeline.decoding.model.adapters import find_adapter, merge_adap
 from laserbatch.pipeline.decoding.model.folder import (
     SAMPLE_MODEL,
     load_tokenizer,
-    model_id_of,
     model_identity,
     tokenizer_folder,
 )
@@ -124,15 +123,14 @@ def test_engine_loads_a_model_with_its_adapter(adapter):
 
 
 def test_identity_follows_the_adapter(adapter, tmp_path):
-    weights = [SAMPLE_MODEL / "model.safetensors"]
-    with_adapter = model_id_of(SAMPLE_MODEL, weights, adapter)
+    with_adapter = model_identity(SAMPLE_MODEL, adapter)
     assert with_adapter.startswith("sample+style-")
-    assert with_adapter != model_id_of(SAMPLE_MODEL, weights)
+    assert with_adapter != model_identity(SAMPLE_MODEL)
     (tmp_path / "later").mkdir()
     of_same_name = write_adapter(tmp_path / "later" / "style", adapter_tensors(base_model(), seed=1))
-    assert model_id_of(SAMPLE_MODEL, weights, of_same_name) != with_adapter
+    assert model_identity(SAMPLE_MODEL, of_same_name) != with_adapter
     write_adapter(adapter, adapter_tensors(base_model()), lora_alpha=2 * ALPHA)
-    assert model_id_of(SAMPLE_MODEL, weights, adapter) != with_adapter
+    assert model_identity(SAMPLE_MODEL, adapter) != with_adapter
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])

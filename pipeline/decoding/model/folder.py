@@ -88,16 +88,18 @@ def require_whole_files(folder: Path) -> None:
         _read(folder / "tokenizer.json")
 
 
-def model_id_of(path: Path, weights: list[Path], adapter: str | Path | None = None) -> str:
+def model_identity(folder: Path, adapter: str | Path | None = None) -> str:
     """Folder name and a short hash of the configuration, of what generation_config.json does to texts, and of each
     weights file's size, first and last MiB.
 
-    An adapter's name and files are part of it: with another adapter it is another model.
+    An adapter's name and files are part of it: with another adapter it is another model. Raises ModelError as
+    `find_weights` does.
     """
-    digest = hashlib.sha256((path / "config.json").read_bytes())
-    if done := folder_rules(path):
+    weights = find_weights(folder)
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    if done := folder_rules(folder):
         digest.update(json.dumps(done, sort_keys=True).encode())
-    name = path.resolve().name
+    name = folder.resolve().name
     if adapter is not None:
         from laserbatch.pipeline.decoding.model.adapters import find_adapter
 
@@ -156,11 +158,6 @@ def _chat_template(adapter: Path) -> str | None:
     file = adapter / "tokenizer_config.json"
     template = _read(file).get("chat_template") if file.is_file() else None
     return template if isinstance(template, str) else None
-
-
-def model_identity(folder: Path, adapter: str | Path | None = None) -> str:
-    """Names and a short hash of model and adapter: equal to `Engine.model_id` of the same folders."""
-    return model_id_of(folder, find_weights(folder), adapter)
 
 
 def quantization_of(config) -> str | None:

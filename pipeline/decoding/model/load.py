@@ -34,7 +34,7 @@ from laserbatch.pipeline.decoding.model.folder import (
     end_ids_of,
     find_weights,
     load_tokenizer,
-    model_id_of,
+    model_identity,
     num_parameters_of,
     quantization_of,
     repetition_penalty_of,
@@ -81,7 +81,7 @@ def load_model(
     """
     path = SAMPLE_MODEL if str(folder) == "sample" else Path(folder)
     weights = find_weights(path)
-    model_id = model_id_of(path, weights, adapter)
+    model_id = model_identity(path, adapter)
     target = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     if target.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"device {device!r} was asked for and torch finds no CUDA; use device cpu or auto")
