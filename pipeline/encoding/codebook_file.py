@@ -1,5 +1,9 @@
-"""The codebook of a side in its file: read, written, and made from a night's vectors."""
+"""The codebook of a side in its file: read, written, and made from a night's vectors.
 
+A new vector that has the same bits as an earlier one keeps its codes, even if centroids moved (`KnownCodesTask`).
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,15 +12,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from laserbatch.pipeline.encoding.codebook import Codebook, Level, fit_codebook, followed
-from laserbatch.pipeline.encoding.known_codes import codes_of
-from laserbatch.pipeline.encoding.schema import LEVELS, centroid_schema, vector_column, vectors_of
-from laserbatch.pipeline.encoding.vector_files import VectorFiles, VectorReader
+from laserbatch.pipeline.encoding.codebook import Codebook, Level, digests, fit_codebook, followed
+from laserbatch.pipeline.encoding.schema import LEVELS, vector_column, vectors_of
+from laserbatch.pipeline.encoding.vector_files import NewVectors, VectorFiles, VectorReader, heads
 from laserbatch.pipeline.storage.atomic import atomic_path
 from laserbatch.pipeline.storage.parquet import iter_parquet, read_parquet, write_parquet
 
 CLUSTER_SEED = 0  # another one would fit all clusters anew
 MAX_FITTED_ROWS = 50_000  # of more vectors every n-th is taken
+_KNOWN_CODES = pa.schema({"digest": pa.uint64()} | dict.fromkeys(LEVELS, pa.int32()))
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,16 @@ def read_codebook(path: Path) -> Codebook:
 def write_codebook(codebook: Codebook, path: Path, side: str, dim: int) -> None:
     levels = dict(zip(LEVELS, codebook.levels, strict=True))
     radii = {f"laserbatch.radius.{name}": repr(level.radius) for name, level in levels.items()}
-    schema = centroid_schema(side, dim, {"laserbatch.codebook": codebook.key, **radii})
+    metadata = {"laserbatch.record": "centroids", "laserbatch.version": "2", "laserbatch.side": side}
+    schema = pa.schema(
+        [
+            pa.field("level", pa.string(), nullable=False),  # the column of feature tables that has its codes
+            pa.field("code", pa.int32(), nullable=False),
+            pa.field("num_vectors", pa.int64(), nullable=False),  # that it was made of, over all nights
+            pa.field("vector", pa.list_(pa.float32(), dim), nullable=False),
+        ],
+        metadata=metadata | {"laserbatch.codebook": codebook.key, **radii},
+    )
     parts = [
         pa.table(
             [
@@ -120,3 +133,53 @@ def write_codebook(codebook: Codebook, path: Path, side: str, dim: int) -> None:
         for name, level in levels.items()
     ]
     write_parquet(pa.concat_tables(parts), path)
+
+
+@dataclass(frozen=True)
+class KnownCodesTask:
+    """Writes the digests of the vectors of a feature file that are among new ones, with their codes."""
+
+    new: NewVectors
+    features: Path
+    path: Path
+
+    @property
+    def inputs(self) -> list[Path]:
+        return [self.features, *self.new.files]
+
+    @property
+    def outputs(self) -> list[Path]:
+        return [self.path]
+
+    def run(self) -> None:
+        new_digests, new_heads = map(np.unique, self.new.digests())
+
+        def known(batch: pa.RecordBatch) -> pa.Table:
+            vectors = vectors_of(batch)
+            rows = np.flatnonzero(_is_among(heads(vectors), new_heads))  # digests of all would take longer
+            of_rows = digests(vectors[rows])
+            is_known = _is_among(of_rows, new_digests)
+            codes = (batch[name].take(pa.array(rows[is_known])) for name in LEVELS)
+            return pa.table([pa.array(of_rows[is_known]), *codes], schema=_KNOWN_CODES)
+
+        write_parquet(map(known, iter_parquet(self.features, ["vector", *LEVELS])), self.path, _KNOWN_CODES)
+
+
+def codes_of(new: NewVectors, files: Sequence[Path]) -> np.ndarray:
+    """Codes of new vectors in the files of tasks, of equal ones the first: int32 (num_new, num_levels); -1 without."""
+    tables = [_KNOWN_CODES.empty_table(), *map(read_parquet, files)]
+    known_digests, first = np.unique(np.concatenate([of["digest"].to_numpy() for of in tables]), return_index=True)
+    codes = np.concatenate([np.column_stack([of[name].to_numpy() for name in LEVELS]) for of in tables])
+    new_codes = np.full((new.num_rows, len(LEVELS)), -1, np.int32)
+    if len(known_digests):
+        new_digests, _ = new.digests()
+        is_known = _is_among(new_digests, known_digests)
+        new_codes[is_known] = codes[first[np.searchsorted(known_digests, new_digests[is_known])]]
+    return new_codes
+
+
+def _is_among(values: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Whether each value is among known ones, which ascend: bool[n]."""
+    if not len(known):
+        return np.zeros(len(values), bool)
+    return known[np.minimum(np.searchsorted(known, values), len(known) - 1)] == values

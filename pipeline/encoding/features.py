@@ -17,9 +17,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from laserbatch.pipeline.encoding.codebook_file import CLUSTER_SEED, CodebookTask, Coding, read_codebook
+from laserbatch.pipeline.encoding.codebook_file import (
+    CLUSTER_SEED,
+    CodebookTask,
+    Coding,
+    KnownCodesTask,
+    read_codebook,
+)
 from laserbatch.pipeline.encoding.feature_parts import PartTask, WrittenPart, part_bounds
-from laserbatch.pipeline.encoding.known_codes import KnownCodesTask
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.encoding.text_parts import PartsEncoder, text_parts
 from laserbatch.pipeline.encoding.vector_files import FeatureRows, NewVectors, VectorFiles, all_rows, rows_between

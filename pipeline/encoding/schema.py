@@ -32,19 +32,6 @@ def feature_schema(side: str, entity_id_type: pa.DataType, dim: int) -> pa.Schem
     )
 
 
-def centroid_schema(side: str, dim: int, more: dict[str, str] | None = None) -> pa.Schema:
-    """Arrow schema of the codebook beside a feature file: the next night goes on with it. `more` is metadata."""
-    return pa.schema(
-        [
-            pa.field("level", pa.string(), nullable=False),  # the column of feature tables that has its codes
-            pa.field("code", pa.int32(), nullable=False),
-            pa.field("num_vectors", pa.int64(), nullable=False),  # that it was made of, over all nights
-            pa.field("vector", pa.list_(pa.float32(), dim), nullable=False),
-        ],
-        metadata={"laserbatch.record": "centroids", "laserbatch.version": "2", "laserbatch.side": side, **(more or {})},
-    )
-
-
 def check_feature_schema(schema: pa.Schema, side: str) -> None:
     """Raise ValueError where a table is no feature table of this version and side."""
     metadata = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
