@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from laserbatch.jobs.console import say
 from laserbatch.jobs.stages.night import Night
-from laserbatch.pipeline.decoding.model.served import served_identity
+from laserbatch.pipeline.decoding.model.folder import served_identity
 from laserbatch.pipeline.engines.external_corpora import CorpusError, ExternalCorpora
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.figures import ExternalCorpusFigures

@@ -14,8 +14,14 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from laserbatch.pipeline.decoding.model.folder import folder_rules, load_tokenizer
-from laserbatch.pipeline.decoding.model.served import num_rows, served_end_ids, served_identity, with_rows
+from laserbatch.pipeline.decoding.model.folder import (
+    folder_rules,
+    load_tokenizer,
+    num_rows,
+    served_end_ids,
+    served_identity,
+    with_rows,
+)
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.engines.answers import Answers

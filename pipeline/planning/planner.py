@@ -12,8 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from laserbatch.pipeline.decoding.model.folder import model_identity, tokenizer_folder
-from laserbatch.pipeline.decoding.model.served import served_identity
+from laserbatch.pipeline.decoding.model.folder import model_identity, served_identity, tokenizer_folder
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.knowledge.forms import guiding_grammar
 from laserbatch.pipeline.knowledge.prompts import LAYOUT_VERSION, NO_TITLE, PARTS, digest

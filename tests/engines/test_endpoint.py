@@ -17,8 +17,7 @@ import pytest
 from small_server import KEY, MODEL, Fault, small_server, text_for
 
 from laserbatch.pipeline.decoding.endpoint_settings import EndpointSettings
-from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
-from laserbatch.pipeline.decoding.model.served import served_identity, with_rows
+from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, served_identity, with_rows
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.engines import endpoint_batches, endpoint_client

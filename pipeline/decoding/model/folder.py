@@ -11,13 +11,14 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from safetensors import SafetensorError, safe_open
 
+from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.errors import ModelError, first_line
 
 if TYPE_CHECKING:
@@ -259,12 +260,11 @@ def folder_rules(folder: Path) -> dict[str, Any]:
     config = _read(file)
     penalty = repetition_penalty_of(config, file)
     done = {} if penalty == 1.0 else {"repetition_penalty": penalty}
-    model_config = _read(folder / "config.json") if (folder / "config.json").is_file() else {}
     named = config.get("eos_token_id")
     values = named if isinstance(named, list) else [] if named is None else [named]
     if any(type(token_id) is not int for token_id in values):
         raise ModelError(f"{file} sets eos_token_id to {_shown(named)}; expected the id of a token, or a list of ids")
-    generation_ids, config_ids = _ids(values), _ids(model_config.get("eos_token_id"))
+    generation_ids, config_ids = _ids(values), _ids(_config_or_none(folder).get("eos_token_id"))
     return done | ({"eos_token_id": generation_ids} if generation_ids and generation_ids != config_ids else {})
 
 
@@ -281,6 +281,43 @@ def end_ids_of(
         eos_token_id = cast("int | None", tokenizer.eos_token_id)
         end_ids |= {*_ids(eos_token_id), *(i for i in _ids(config) if i in tokenizer.added_tokens_decoder)}
     return tuple(sorted(int(i) for i in end_ids))
+
+
+def served_identity(folder: Path, decoding: DecodingSettings) -> str:
+    """The identity of a server's model; `folder` has its tokenizer and may have its weights.
+
+    With weights in the folder it is theirs, so that texts that another engine wrote with the same model stay. Without
+    them it is the server's name for the model, and a short hash of what the folder says of it, if it is the model's.
+    """
+    assert decoding.endpoint is not None
+    name, facts = decoding.endpoint.model, []
+    if not decoding.borrows_tokenizer:
+        if any(folder.glob("*.safetensors")):
+            return model_identity(folder)
+        facts = [_config_or_none(folder), folder_rules(folder)]
+    description = json.dumps([name, *facts], sort_keys=True)
+    return f"{name}-{hashlib.sha256(description.encode()).hexdigest()[:12]}"
+
+
+def served_end_ids(folder: Path, tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
+    """The end tokens that the files of a server's model name, ascending, as the other engines find them."""
+    config_end = _config_or_none(folder).get("eos_token_id")
+    return end_ids_of(folder_rules(folder).get("eos_token_id") or config_end, config_end, tokenizer)
+
+
+def with_rows(folder: Path, token_ids: Iterable[int]) -> list[int]:
+    """The tokens, ascending, for which the model has rows by its config.json: no server takes others."""
+    most = num_rows(folder)
+    return sorted(i for i in set(token_ids) if most is None or i < most)
+
+
+def num_rows(folder: Path) -> int | None:
+    """Tokens for which the model has rows by its config.json; None where that does not say it."""
+    return _config_or_none(folder).get("vocab_size")
+
+
+def _config_or_none(folder: Path) -> dict[str, Any]:
+    return read_config(folder) if (folder / "config.json").is_file() else {}
 
 
 def _read(file: Path) -> dict[str, Any]:
