@@ -6,7 +6,7 @@ past a node where the target's own choice is an end token, and an end token is o
 bonus token: so relaxed lengths do not drift.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,7 +15,6 @@ import torch
 
 from laserbatch.pipeline.decoding.device_memory import to_device
 from laserbatch.pipeline.decoding.grammar import Guide
-from laserbatch.pipeline.decoding.guided import Guidance
 from laserbatch.pipeline.decoding.model.output_head import StepLogits
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.pipeline.decoding.verifiers import DraftedNodes, Verifier
@@ -43,7 +42,8 @@ def verify(
     trees: TreeBatch,
     starts: np.ndarray,
     is_end: np.ndarray,
-    guidance: Guidance | None = None,
+    guides: Sequence[Guide | None] = (),
+    guided_rows: StepLogits | None = None,
 ) -> list[Acceptance | None]:
     """Accept the best path of each sequence's draft.
 
@@ -56,12 +56,13 @@ def verify(
     rows : of sequence i, row `starts[i]` follows its last committed token and row `starts[i] + 1 + j` follows node j of
         tree i.
     is_end : bool[vocab_size], the end tokens.
-    guidance : grammars that texts keep to; None: there are none.
+    guides, guided_rows : the grammar of each sequence, None for none, and the rows among allowed tokens alone; without
+        rows there are no grammars.
 
     Returns None for a sequence where the target's logits after its last committed token are not finite. Nodes after
     which they are not are not accepted.
     """
-    if len(trees) == 0 and guidance is None:  # plain decoding
+    if len(trees) == 0 and guided_rows is None:  # plain decoding
         nothing = np.empty(0, np.int64)
         verdicts = judge_rows(verifier, rows, starts, nothing, nothing, nothing)
         outcomes = zip(verdicts.choices.tolist(), verdicts.is_finite.tolist(), strict=True)
@@ -74,16 +75,16 @@ def verify(
         step.judge(verifier, rows, pending, is_end)
         at_once *= 2
     may_end = getattr(verifier, "may_end", None)
-    if guidance is None:
+    if guided_rows is None:
         return step.acceptances(may_end)
-    unsure = [tree for tree, guide in enumerate(guidance.guides) if guide is not None]
+    unsure = [tree for tree, guide in enumerate(guides) if guide is not None]
     while True:
         accepted = step.acceptances(may_end)
-        unsure, masked = step.leaving(guidance.guides, accepted, unsure)
+        unsure, masked = step.leaving(guides, accepted, unsure)
         if not unsure:
             return accepted
         if masked:
-            step.judge(verifier, guidance.rows, np.sort(masked), is_end)
+            step.judge(verifier, guided_rows, np.sort(masked), is_end)
         while len(pending := step.unjudged()):
             step.judge(verifier, rows, pending, is_end)
 
@@ -134,7 +135,7 @@ class _Judged:
             self._is_pending[self._row_of[is_dropped]] = False
 
     def leaving(
-        self, guides: list[Guide | None], accepted: list[Acceptance | None], unsure: list[int]
+        self, guides: Sequence[Guide | None], accepted: list[Acceptance | None], unsure: list[int]
     ) -> tuple[list[int], list[int]]:
         """Trees of `unsure` whose accepted tokens leave their grammars, and rows to judge among allowed tokens.
 

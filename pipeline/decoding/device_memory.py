@@ -3,8 +3,10 @@
 import math
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,17 +53,17 @@ def num_stored_values(files: list[Path]) -> int:
 def cache_bytes_per_token(config, dtype: torch.dtype) -> int:
     """Estimate of a token's keys and values in all layers, from a transformers configuration."""
     num_values = 0
-    for layer in _layer_configs(config):
-        num_heads = getattr(layer, "num_attention_heads", None) or 1
-        head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // num_heads
+    for layer, num_heads, head_dim in _layer_heads(config):
         num_values += 2 * head_dim * (getattr(layer, "num_key_value_heads", None) or num_heads)
     return num_values * dtype.itemsize
 
 
-def _layer_configs(config) -> list:
-    """The configuration of each layer, since heads may differ by layer."""
+def _layer_heads(config) -> Iterator[tuple[Any, int, int]]:
+    """The configuration of each layer, which may differ, the number of its query heads and their size."""
     text = config.get_text_config()
-    return getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
+    for layer in getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers:
+        num_heads = getattr(layer, "num_attention_heads", None) or 1
+        yield layer, num_heads, getattr(layer, "head_dim", None) or text.hidden_size // num_heads
 
 
 def require_memory(folder: Path, weights_bytes: int, cache_bytes: int, memory: Memory) -> None:
@@ -133,9 +135,7 @@ def step_bytes(config, num_decoding: int, num_tokens: int, num_parts: int) -> in
     num_parts : into which the attention cuts the keys of a sequence.
     """
     partial_values, hidden, intermediate = 0, config.get_text_config().hidden_size, 0
-    for layer in _layer_configs(config):
-        num_heads = getattr(layer, "num_attention_heads", None) or 1
-        head_dim = getattr(layer, "head_dim", None) or hidden // num_heads
+    for layer, num_heads, head_dim in _layer_heads(config):
         partial_values = max(partial_values, num_heads * (head_dim + 1))
         intermediate = max(intermediate, int(np.max(getattr(layer, "intermediate_size", None) or 4 * hidden)))
     partial_results = num_decoding * partial_values * num_parts * 4

@@ -319,8 +319,7 @@ class Engine:
             how = seeds, lengths, step.trees
             rows = sampled(self.settings.temperature, rows, *how)
             guided_rows = guided_rows and sampled(self.settings.temperature, guided_rows, *how)
-        guidance = None if guided_rows is None else guided.Guidance(guides, guided_rows)
-        return verify(verifier, rows, step.trees, step.output.batch.logit_starts, self._is_end, guidance)
+        return verify(verifier, rows, step.trees, step.output.batch.logit_starts, self._is_end, guides, guided_rows)
 
     def _update(self, step: Step, accepted: list[Acceptance | None], stream: Stream) -> recovery.Outcomes:
         """Commit the accepted tokens to the cache and the texts; return the outcomes of the sequences that ended."""

@@ -9,7 +9,6 @@ the next step feeds it together with the token before it.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,14 +18,6 @@ from laserbatch.pipeline.decoding.grammar import Grammars, Guide
 from laserbatch.pipeline.decoding.model.output_head import StepLogits
 from laserbatch.pipeline.decoding.sequence import MAX_FORCED, DecodingSequence, GenerationFailure
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
-
-
-@dataclass(frozen=True)
-class Guidance:
-    """The grammars of a step's sequences (None: it has none), and its rows among allowed tokens alone."""
-
-    guides: list[Guide | None]
-    rows: StepLogits
 
 
 class GuidedLogits:
@@ -47,8 +38,6 @@ class GuidedLogits:
         """Logits of some rows, int64[n]: (n, vocab_size)."""
         logits = self._rows.of(rows)
         masks = self.masks(rows, logits.shape[-1])
-        if masks is None:
-            return logits
         if self.device.type == "cpu":
             bits = np.unpackbits(masks.view(np.uint8), axis=1, count=logits.shape[-1], bitorder="little")
             return logits.masked_fill_(torch.from_numpy(bits.view(bool)).logical_not_(), -math.inf)
@@ -56,10 +45,8 @@ class GuidedLogits:
         bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=self.device)) & 1
         return logits.masked_fill_(bits.flatten(1)[:, : logits.shape[-1]] == 0, -math.inf)
 
-    def masks(self, rows: np.ndarray, vocab_size: int) -> np.ndarray | None:
-        """Allowed tokens of some rows, uint32 (n, ceil(vocab_size / 32)); None where none has a grammar."""
-        if not any(self._guides):
-            return None
+    def masks(self, rows: np.ndarray, vocab_size: int) -> np.ndarray:
+        """Allowed tokens of some rows, all of them without a grammar: uint32 (n, ceil(vocab_size / 32))."""
         masks = np.full((len(rows), -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)
         for mask, row in zip(masks, rows.tolist(), strict=True):
             guide = self._guides[self._tree_of[row]]

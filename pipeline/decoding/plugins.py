@@ -15,10 +15,6 @@ TEXT_SOURCES = ("previous", "prompt", "output", "pool")  # drafters that are bui
 RULES = ("greedy", "top_k", "probability", "relaxed")  # verifiers that are built in
 
 
-class NoOptions(Strict):
-    """For a drafter without options."""
-
-
 class LoadedDrafter(Protocol):
     """What a plug-in has loaded for a target model."""
 
@@ -41,7 +37,7 @@ class DrafterPlugin:
     is_calibrated : whether its estimates of acceptance were fitted on held-back texts.
     """
 
-    Options: ClassVar[type[Strict]] = NoOptions
+    Options: ClassVar[type[Strict]] = Strict
     is_calibrated: ClassVar[bool] = False
 
     def check(self, options: Any, decoding: Any) -> None:

@@ -1,12 +1,11 @@
 """Attention by torch, on any device: where neither loops nor kernel serve.
 
 A batch's sequences are cut into groups; each is one attention call, padded to its longest. Query heads that share a
-key-value head are folded into the query length, so that no key is repeated for them. A single sequence's run of slots
-is read where it lies, else keys are gathered. The contract is that of `metadata`.
+key-value head are folded into the query length, so that no key is repeated for them. The contract is that of
+`metadata`.
 """
 
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -46,18 +45,9 @@ class Group:
         return self._on_device[name]
 
     def read(self, memory: torch.Tensor) -> torch.Tensor:
-        """Keys or values of the rows, (num_rows, num_kv_heads, width, dim): one row's run of slots is not copied."""
-        if self._run is not None:
-            return memory[None, :, self._run]
+        """Keys or values of the rows: (num_rows, num_kv_heads, width, dim)."""
         gathered = memory.index_select(1, self.index("slots", memory.device))
         return gathered.view(len(memory), *self.slots.shape, memory.shape[2]).transpose(0, 1)
-
-    @cached_property
-    def _run(self) -> slice | None:
-        """The slots of a single row that lie one after another."""
-        start, end = int(self.slots[0, 0]), int(self.slots[0, -1]) + 1
-        is_run = len(self.slots) == 1 and end - start == self.slots.shape[1] and (np.diff(self.slots[0]) == 1).all()
-        return slice(start, end) if is_run else None
 
     def mask(self, window: int | None, num_folded: int, like: torch.Tensor) -> torch.Tensor:
         """Additive, 0 where seen: (num_rows, 1, num_folded * num_padded, width), of one query a row for all heads."""

@@ -36,8 +36,8 @@ class NodeVerdicts:
 
 
 class Verifier(Protocol):
-    """A rule. One with a method `may_end(is_loose, trees)` says at which nodes paths may end, bool[n] as `is_loose`, the
-    nodes whose token is not the target's choice."""
+    """A rule. Its method `may_end(is_loose, trees)`, if it has one, says at which nodes paths may end: bool[n], as
+    `is_loose`, the nodes whose token is not the target's choice."""
 
     def __call__(self, logits: torch.Tensor, choices: torch.Tensor, nodes: DraftedNodes) -> NodeVerdicts:
         """Judge nodes by the target's logits after their parents.
