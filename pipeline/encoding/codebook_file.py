@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from laserbatch.pipeline.encoding.codebook import Codebook, Level, digests, fit_codebook, followed
 from laserbatch.pipeline.encoding.schema import LEVELS, vector_column, vectors_of
-from laserbatch.pipeline.encoding.vector_files import NewVectors, VectorFiles, VectorReader, heads
+from laserbatch.pipeline.encoding.vector_files import NewVectors, VectorFiles, VectorReader
 from laserbatch.pipeline.storage.atomic import atomic_path
 from laserbatch.pipeline.storage.parquet import iter_parquet, read_parquet, write_parquet
 
@@ -152,15 +152,13 @@ class KnownCodesTask:
         return [self.path]
 
     def run(self) -> None:
-        new_digests, new_heads = map(np.unique, self.new.digests())
+        new_digests = np.unique(self.new.digests())
 
         def known(batch: pa.RecordBatch) -> pa.Table:
-            vectors = vectors_of(batch)
-            rows = np.flatnonzero(_is_among(heads(vectors), new_heads))  # digests of all would take longer
-            of_rows = digests(vectors[rows])
-            is_known = _is_among(of_rows, new_digests)
-            codes = (batch[name].take(pa.array(rows[is_known])) for name in LEVELS)
-            return pa.table([pa.array(of_rows[is_known]), *codes], schema=_KNOWN_CODES)
+            of_rows = digests(vectors_of(batch))
+            is_known = pa.array(_is_among(of_rows, new_digests))
+            codes = (batch[name].filter(is_known) for name in LEVELS)
+            return pa.table([pa.array(of_rows).filter(is_known), *codes], schema=_KNOWN_CODES)
 
         write_parquet(map(known, iter_parquet(self.features, ["vector", *LEVELS])), self.path, _KNOWN_CODES)
 
@@ -172,7 +170,7 @@ def codes_of(new: NewVectors, files: Sequence[Path]) -> np.ndarray:
     codes = np.concatenate([np.column_stack([of[name].to_numpy() for name in LEVELS]) for of in tables])
     new_codes = np.full((new.num_rows, len(LEVELS)), -1, np.int32)
     if len(known_digests):
-        new_digests, _ = new.digests()
+        new_digests = new.digests()
         is_known = _is_among(new_digests, known_digests)
         new_codes[is_known] = codes[first[np.searchsorted(known_digests, new_digests[is_known])]]
     return new_codes

@@ -29,8 +29,7 @@ class Encoding:
 def save_vectors(encoding: Encoding, path: Path) -> None:
     """Write vectors with their digests, to be read by `NewVectors`."""
     vectors = np.ascontiguousarray(encoding.vectors, np.float32)
-    columns = [pa.array(digests(vectors)), pa.array(heads(vectors)), vector_column(vectors)]
-    batch = pa.record_batch(columns, names=["digest", "head", "vector"])
+    batch = pa.record_batch([pa.array(digests(vectors)), vector_column(vectors)], names=["digest", "vector"])
     batch = batch.replace_schema_metadata({"num_truncated": str(encoding.num_truncated)})
     with atomic_path(path) as temporary, pa.ipc.new_file(str(temporary), batch.schema) as writer:
         writer.write_batch(batch)
@@ -83,23 +82,13 @@ class NewVectors:
                 )
         return vectors
 
-    def digests(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of all rows the digests, uint64 (num_rows,), and the first numbers' bits, uint32 (num_rows,)."""
-        parts = [(np.zeros(0, np.uint64), np.zeros(0, np.uint32))]
-        for path in self.files:
-            saved = _mapped(path)
-            parts.append((saved["digest"].to_numpy(), saved["head"].to_numpy()))
-        all_digests, all_heads = zip(*parts, strict=True)
-        return np.concatenate(all_digests), np.concatenate(all_heads)
+    def digests(self) -> np.ndarray:
+        """Those of all rows: uint64 (num_rows,)."""
+        return np.concatenate([np.zeros(0, np.uint64), *(_mapped(path)["digest"].to_numpy() for path in self.files)])
 
     def num_truncated(self) -> int:
         """Texts that lost their end."""
         return sum(int(_mapped(path).schema.metadata[b"num_truncated"]) for path in self.files)
-
-
-def heads(vectors: np.ndarray) -> np.ndarray:
-    """The bits of the first number of each: uint32 (n,). Where they differ, so do the vectors."""
-    return np.ascontiguousarray(vectors[:, 0], np.float32).view(np.uint32)
 
 
 def _mapped(path: Path) -> pa.RecordBatch:
