@@ -10,7 +10,7 @@ from engine_systems import WITH_POOL
 from safetensors import safe_open
 from tasks import Task, own_texts
 
-from laserbatch.pipeline.decoding.drafters import Drafter, PluginDrafters, drafter_from
+from laserbatch.pipeline.decoding.drafters import Drafter, drafter_from, load_plugin_drafters
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.research.drafter_training.settings import Kind
@@ -104,5 +104,5 @@ def of_models(others: Sequence[str], **options) -> dict:
 def made(settings: DecodingSettings, engine: Engine, pool, budget: Budget) -> Drafter:
     """The drafter that settings name, for an engine of a batch size."""
     named = settings.model_copy(update={"batch_size": engine.settings.batch_size})
-    plugins = PluginDrafters.load(named, engine.loaded)
+    plugins = load_plugin_drafters(named, engine.loaded)
     return drafter_from(named, pool, budget, engine.num_draft_threads, plugins, engine.cache.max_tokens)

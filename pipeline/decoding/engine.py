@@ -59,8 +59,8 @@ class Engine:
     Parameters
     ----------
     num_sharing : engines that share this machine's main memory or, on a GPU, that GPU's.
-    drafter_bytes_per_token : what a token takes in the KV caches of drafters (`PluginDrafters`), loaded before; the
-        bound of this cache leaves room for theirs.
+    drafter_bytes_per_token : what a token takes in the KV caches of drafters, loaded before; the bound of this cache
+        leaves room for theirs.
     """
 
     def __init__(

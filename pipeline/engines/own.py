@@ -9,7 +9,7 @@ import torch
 from laserbatch.pipeline.budget.cost_cache import StepCostCache
 from laserbatch.pipeline.budget.measuring import measure_step_cost, texts_of
 from laserbatch.pipeline.decoding.device_memory import host_memory
-from laserbatch.pipeline.decoding.drafters import PluginDrafters, drafter_from
+from laserbatch.pipeline.decoding.drafters import drafter_from, load_plugin_drafters
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.folder import tokenizer_folder
 from laserbatch.pipeline.decoding.model.load import load_model
@@ -59,8 +59,9 @@ class OwnEngine(TextEngine):
     ) -> None:
         torch.set_num_threads(num_threads)
         loaded = load_model(model_dir, decoding.dtype, device, decoding.adapter)
-        self._plugins = PluginDrafters.load(decoding, loaded)
-        self.engine = Engine(loaded, decoding, num_sharing, self._plugins.bytes_per_token)
+        self._plugins = load_plugin_drafters(decoding, loaded)
+        drafter_bytes_per_token = sum(plugin.bytes_per_token for plugin in self._plugins)
+        self.engine = Engine(loaded, decoding, num_sharing, drafter_bytes_per_token)
         assert loaded.tokenizer is not None
         self.tokenizer = loaded.tokenizer
         self._answers = Answers(self.tokenizer, self.engine.end_ids)

@@ -11,7 +11,7 @@ from test_pretend_cuda import KERNEL, engine_on_device, one_layer
 from tiny_models import plain_texts, requests_for, tiny_prompts
 from trained_drafters import drafter_of, trained
 
-from laserbatch.pipeline.decoding.drafters import PluginDrafters, drafter_from
+from laserbatch.pipeline.decoding.drafters import drafter_from, load_plugin_drafters
 from laserbatch.pipeline.decoding.model.load import prepare_model
 
 
@@ -30,7 +30,7 @@ def test_what_small_models_draft_is_computed_by_graphs_that_wait_once_a_level(ki
             if kind == "small":
                 drafter = drafter_of((prepare_model(move(copy.deepcopy(small))),), engine.settings)
             else:
-                drafter = drafter_from(engine.settings, plugins=PluginDrafters.load(engine.settings, engine.loaded))
+                drafter = drafter_from(engine.settings, plugins=load_plugin_drafters(engine.settings, engine.loaded))
             drafts = watch_drafts(drafter, cuda)
             for _ in range(num_rounds):
                 start = len(drafts)

@@ -10,7 +10,7 @@ from tiny_models import plain_texts, requests_for, tiny_model, tiny_prompts
 from trained_drafters import engine_of_loaded, trained
 from transformers import LlamaConfig
 
-from laserbatch.pipeline.decoding.drafters import Drafter, PluginDrafters
+from laserbatch.pipeline.decoding.drafters import Drafter, load_plugin_drafters
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.load import prepare_model
 from laserbatch.pipeline.decoding.settings import DecodingSettings
@@ -63,8 +63,8 @@ def test_the_memory_of_a_token_is_that_of_the_heads_cache(kind, tmp_path):
     list(engine.generate(requests_for(PROMPTS[:2], 4), drafter))
     (model,) = drafter._models
     num_bytes = model._cache.bytes_per_token() if kind == "eagle" else 0
-    plugins = PluginDrafters.load(engine.settings, engine.loaded)
-    assert plugins.bytes_per_token == num_bytes
+    (plugin,) = load_plugin_drafters(engine.settings, engine.loaded)
+    assert plugin.bytes_per_token == num_bytes
     assert (num_bytes > 0) == (kind == "eagle")
 
 

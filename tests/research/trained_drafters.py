@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from laserbatch.pipeline.decoding.drafters import Drafter, PluginDrafters, drafter_from
+from laserbatch.pipeline.decoding.drafters import Drafter, drafter_from, load_plugin_drafters
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
 from laserbatch.pipeline.decoding.settings import DecodingSettings
@@ -21,8 +21,8 @@ def loaded_engine(settings: DecodingSettings, model="sample", device: str = "cpu
 
 
 def engine_of_loaded(loaded: LoadedModel, settings: DecodingSettings) -> tuple[Engine, Drafter]:
-    plugins = PluginDrafters.load(settings, loaded)
-    engine = Engine(loaded, settings, drafter_bytes_per_token=plugins.bytes_per_token)
+    plugins = load_plugin_drafters(settings, loaded)
+    engine = Engine(loaded, settings, drafter_bytes_per_token=sum(plugin.bytes_per_token for plugin in plugins))
     return engine, drafter_from(settings, plugins=plugins, max_tokens=engine.cache.max_tokens)
 
 
@@ -31,4 +31,4 @@ def drafter_of(small: tuple[LoadedModel, ...], settings: DecodingSettings, pool=
     models = DraftModels(
         small, (None,) * len(small), options=settings.drafter_options.get("trained") or TrainedOptions()
     )
-    return drafter_from(settings, pool, plugins=PluginDrafters((models,)))
+    return drafter_from(settings, pool, plugins=[models])

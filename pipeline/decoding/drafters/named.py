@@ -1,6 +1,6 @@
 """The drafter that settings name: over texts, beside those that other packages bring."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from laserbatch.pipeline.decoding.drafters.blended import BlendedDrafter
 from laserbatch.pipeline.decoding.drafters.drafter import Drafter, NoDrafter
@@ -11,22 +11,13 @@ from laserbatch.pipeline.decoding.plugins import LoadedDrafter, drafter_plugin
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 
 
-@dataclass(frozen=True)
-class PluginDrafters:
-    """What the drafters of other packages have loaded for a target, in the order in which settings name them."""
+def load_plugin_drafters(settings: DecodingSettings, target: LoadedModel | None) -> list[LoadedDrafter]:
+    """What the drafters of other packages have loaded for a target, in the order in which settings name them.
 
-    loaded: tuple[LoadedDrafter, ...] = ()
-
-    @classmethod
-    def load(cls, settings: DecodingSettings, target: LoadedModel | None) -> "PluginDrafters":
-        """Raises ModelError: one cannot be read, or does not fit the target."""
-        names = settings.plugin_drafters
-        return cls(tuple(drafter_plugin(name).load(settings.options_of(name), settings, target) for name in names))
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Memory of one token in all of their KV caches."""
-        return sum(plugin.bytes_per_token for plugin in self.loaded)
+    Raises ModelError: one cannot be read, or does not fit the target.
+    """
+    names = settings.plugin_drafters
+    return [drafter_plugin(name).load(settings.options_of(name), settings, target) for name in names]
 
 
 def drafter_from(
@@ -34,7 +25,7 @@ def drafter_from(
     pool=None,
     budget: Budget | None = None,
     num_threads: int = 1,
-    plugins: PluginDrafters | None = None,
+    plugins: Sequence[LoadedDrafter] | None = None,
     max_tokens: int = UNBOUNDED,
 ) -> Drafter:
     """The drafter over a pool or none.
@@ -48,9 +39,9 @@ def drafter_from(
     budget = budget or Budget.of(settings)
     if budget.max_draft_tokens == 0:
         return NoDrafter()
-    plugins = plugins or PluginDrafters.load(settings, None)
+    plugins = plugins or load_plugin_drafters(settings, None)
     # A drafter that samples its drafts comes first, as `BlendedDrafter` wants it.
-    drafters = [drafter for plugin in plugins.loaded for drafter in plugin.drafters(settings, budget, max_tokens)]
+    drafters = [drafter for plugin in plugins for drafter in plugin.drafters(settings, budget, max_tokens)]
     if settings.text_sources:
         limits = budget.max_draft_tokens, budget.min_acceptance
         drafters.append(RetrievalDrafter(pool, settings.text_sources, *limits, num_threads))
