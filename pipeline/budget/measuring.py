@@ -69,9 +69,7 @@ def measure_step_cost(
         one is timed in any case, the others while there is time.
     known_steps : the cost of these steps, of which drafting alone is timed again.
 
-    Raises
-    ------
-    RunFailed : the engine cannot write the texts whose steps are timed.
+    Raises RunFailed: the engine cannot write the texts whose steps are timed.
     """
     draft = _time_drafts(engine, pool, sources) if sources else DraftCost()
     if known_steps is not None:

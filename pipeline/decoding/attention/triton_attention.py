@@ -42,14 +42,12 @@ def triton_attention(
     blocks: Blocks = DEFAULT_BLOCKS,
     scratch: "Scratch | None" = None,
 ) -> torch.Tensor:
-    """The contract of `metadata`, fused. The last dimension of query, keys and values must be contiguous.
+    """The contract of `metadata`, fused, with zeros for padding.
+
+    The last dimension of query, keys and values must be contiguous.
 
     `shape` : None reads the longest sequence's length from the device, which waits for it.
     `scratch` : memory shared by the layers of a step; the result is overwritten by the next layer's.
-
-    Returns
-    -------
-    (N, num_heads, value_dim), zeros for padding.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, value_dim = keys.shape[0], values.shape[2]

@@ -30,9 +30,7 @@ def choose_dtype(
     stored : type of the weights in their files, as torch names it. Of quantised weights it is the type of what is not
         packed, for which they were made.
 
-    Raises
-    ------
-    ModelError : bfloat16 on a processor that does not multiply it.
+    Raises ModelError: bfloat16 on a processor that does not multiply it.
     """
     is_native = device_type != "cpu" or multiplies_bfloat16()
     if requested == "bfloat16" and not is_native:

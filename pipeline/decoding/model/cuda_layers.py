@@ -83,16 +83,9 @@ class CudaLayers:
         self._rotary.cover(max_position)
 
     def hidden_of(self, token_ids: torch.Tensor, positions: torch.Tensor, plan: StepPlan) -> torch.Tensor:
-        """Hidden states of a step's tokens after the last norm.
+        """Hidden states of a step's tokens after the last norm: (num_tokens, hidden_size).
 
-        Parameters
-        ----------
-        token_ids, positions : int64[num_tokens] on the device; `cover` was called for all positions.
-        plan : where keys and values are stored, and what attends.
-
-        Returns
-        -------
-        (num_tokens, hidden_size)
+        `token_ids`, `positions` : int64[num_tokens] on the device; `cover` was called for all positions.
         """
         hidden = self._embedding(token_ids)
         normed = torch.empty_like(hidden)

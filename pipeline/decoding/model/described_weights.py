@@ -39,9 +39,7 @@ def require_whole_weights(
     unused : beginnings of names that may be missing, since nothing reads them.
     harmless : names of tensors that the files may hold and the model does not read; `HARMLESS_WEIGHTS` are always so.
 
-    Raises
-    ------
-    ModelError : naming the first of them.
+    Raises ModelError: naming the first of them.
     """
     copying = "copy the whole checkpoint again, or correct config.json"
     missing = sorted(name for name in loading_info["missing_keys"] if not name.startswith(unused))
@@ -68,15 +66,9 @@ def require_whole_weights(
 def require_described_weights(folder: Path) -> int | None:
     """Compare the names and shapes of a folder's tensors with its configuration; reads no values of them.
 
-    Returns
-    -------
-    num_rows : rows of the embedding; None where nothing was compared, because transformers does not know the model, or
-        the weights are quantised in a format whose names say nothing. Of other quantised weights it is compared which
-        modules have tensors, and the shapes of those that are not packed.
-
-    Raises
-    ------
-    ModelError : as `require_whole_weights`.
+    Returns the rows of the embedding; None where nothing was compared, because transformers does not know the model, or
+    the weights are quantised in a format whose names say nothing. Of other quantised weights it is compared which
+    modules have tensors, and the shapes of those that are not packed. Raises ModelError as `require_whole_weights`.
     """
     file_config = read_config(folder)
     is_quantised = quantization_of(file_config) is not None
@@ -135,14 +127,8 @@ def _without_packed(model: "PreTrainedModel", loading_info: dict) -> dict | None
 def require_token_rows(folder: Path, tokenizer: "PreTrainedTokenizerBase", num_rows: int) -> str | None:
     """Refuse a tokenizer that makes tokens for which the embedding has no row: a prompt with one cannot be run.
 
-    Returns
-    -------
-    warning : names such tokens that no prompt holds (control tokens that the chat template does not write, as a padding
-        token); None where there are none.
-
-    Raises
-    ------
-    ModelError : naming the first tokens that texts or the chat template make.
+    Returns a warning that names such tokens that no prompt holds (control tokens that the chat template does not write,
+    as a padding token); None where there are none. Raises ModelError: texts or the chat template make one.
     """
     rowless = {token_id: token for token, token_id in tokenizer.get_vocab().items() if token_id >= num_rows}
     added, template = tokenizer.added_tokens_decoder, str(tokenizer.chat_template or "")
