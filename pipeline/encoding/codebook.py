@@ -38,7 +38,6 @@ class Codebook:
     key: str
 
     def is_for(self, num_clusters: int, seed: int) -> bool:
-        """Whether it was fitted as is asked for."""
         return self.key.startswith(f"{num_clusters}-{seed}-")
 
     def codes(self, vectors: np.ndarray) -> np.ndarray:

@@ -40,10 +40,7 @@ class TextEncoder:
     ) -> "TextEncoder":
         """Load the encoder that the settings name; a forward pass takes at most `max_batch_tokens`, padding included.
 
-        Raises
-        ------
-        ModelError
-            The package or folder is missing, its weights are not the expected ones, or it is not an encoder.
+        Raises ModelError: package or folder is missing, the weights are not the expected ones, or it is no encoder.
         """
         folder, _ = find_encoder(settings)
         device, dtype = device_and_dtype(settings)

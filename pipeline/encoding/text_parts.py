@@ -68,7 +68,6 @@ class TextPart:
         return texts, places
 
     def encode(self, encoder: "TextEncoder", on_batch: Callable[[int], None] = lambda num_texts: None) -> None:
-        """Write the vectors of the part."""
         texts, places = self.read()
         encoding = encoder.encode(texts, on_batch)
         vectors = np.empty_like(encoding.vectors)

@@ -20,8 +20,6 @@ from laserbatch.pipeline.storage.parquet import iter_range, num_rows_of
 
 @dataclass(frozen=True)
 class Encoding:
-    """Vectors of some texts."""
-
     vectors: np.ndarray  # float32 (num_texts, dim), rows of length 1
     num_truncated: int  # texts that were longer than the limit and lost their end
 

@@ -27,12 +27,7 @@ PROMPT_END_TOKENS = 16  # which hold the mark of thoughts that a chat template o
 
 
 class Answers:
-    """Cuts the results of one model.
-
-    Parameters
-    ----------
-    end_ids : tokens that its configuration names as end tokens.
-    """
+    """Cuts the results of one model; `end_ids` are the tokens that its configuration names as end tokens."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", end_ids: tuple[int, ...]) -> None:
         self._tokenizer, self._marks = tokenizer, chat_marks(tokenizer)

@@ -26,12 +26,7 @@ ENDED = {"completed", "expired", "cancelled", "failed"}
 
 
 class EndpointBatches:
-    """The batches of a run.
-
-    Parameters
-    ----------
-    path : of the API that answers each request, such as "/v1/chat/completions".
-    """
+    """The batches of a run; `path` is that of the API that answers each request, such as "/v1/chat/completions"."""
 
     def __init__(self, client: EndpointClient, path: str, run_dir: Path) -> None:
         self._client, self._path, self._folder = client, path, run_dir / FOLDER

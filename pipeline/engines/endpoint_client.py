@@ -118,7 +118,6 @@ class EndpointClient:
         return self._object(await self._sent(method, url, body, 0, {"timeout": timeout_s}))
 
     async def close(self) -> None:
-        """End the connections."""
         await self._client.close()
 
     async def text(self, path: str, timeout_s: float | None = None) -> str:

@@ -30,7 +30,6 @@ class Spending:
         return cls(**read_json(path)) if path.exists() else cls()
 
     def save(self, run_dir: Path) -> None:
-        """Keep the counts in the run's folder."""
         write_json(asdict(self), run_dir / SPENDING_FILE)
 
     def add(self, usage: Any, num_prompt: int, num_completion: int, answered_by: str) -> None:

@@ -144,11 +144,7 @@ class PenalisedLogits:
     """Rows of a step: logits of what a row's path has already are divided by a penalty, negative ones multiplied.
 
     A path is the context, the ancestors and the node itself. There is a row of each sequence after its last committed
-    token, then one after each node of its tree.
-
-    Parameters
-    ----------
-    context_ids : as `ContextIds` gives them.
+    token, then one after each node of its tree. `context_ids` : as `ContextIds` gives them.
     """
 
     def __init__(self, penalty: float, rows: StepLogits, context_ids: torch.Tensor, trees: TreeBatch) -> None:

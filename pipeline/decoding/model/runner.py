@@ -42,13 +42,8 @@ class StepOutput:
 class ModelRunner:
     """Runs batches through a transformers model whose attention is ours, over one KV cache.
 
-    `model` : that, or something that has the calls of an `OutputHead`.
-
-    `attention` : "torch", "triton" or "auto", as `decoding.attention`.
-
-    Raises
-    ------
-    pipeline.errors.ModelError : "triton" cannot be had.
+    `model` : that, or something that has the calls of an `OutputHead`. `attention` : as `decoding.attention`. Raises
+    ModelError: "triton" cannot be had.
     """
 
     def __init__(self, model, cache: KVCache, device: torch.device, attention: str = "torch") -> None:
