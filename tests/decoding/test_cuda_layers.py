@@ -8,13 +8,8 @@ import pytest
 import torch
 from test_cuda_graphs import assert_equal_logits, is_interpreted
 from tiny_models import (
-    OracleDrafter,
     perturb_constants,
-    plain_texts,
-    requests_for,
-    tiny_engine,
     tiny_model,
-    tiny_prompts,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,7 +17,6 @@ from laserbatch.pipeline.decoding.batch import Feed
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.load import prepare_model
 from laserbatch.pipeline.decoding.model.runner import ModelRunner
-from laserbatch.pipeline.decoding.verifiers import Greedy
 
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch for CUDA and with the dev extra")
 from laserbatch.pipeline.decoding.attention import metadata
@@ -232,15 +226,3 @@ def test_launches_of_a_step_of_32_layers(name, most, monkeypatch):
 class AllKinds(set):
     def __contains__(self, kind) -> bool:
         return True
-
-
-@pytest.mark.usefixtures("whole_keys")
-def test_the_engine_writes_the_texts_of_generate_with_them():
-    model = tiny_model("qwen3", num_hidden_layers=1).to(DEVICE)
-    prompts = [prompt[:9] for prompt in tiny_prompts(3)]
-    texts = plain_texts(model, prompts, 4)
-    engine = tiny_engine(model, attention="triton", batch_size=2)
-    engine.runner.buffered._layers = CudaLayers.of(model)
-    results = {r.request_id: r for r in engine.generate(requests_for(prompts, 4), OracleDrafter(texts), Greedy())}
-    assert [results[str(i)].token_ids.tolist() for i in range(3)] == texts
-    assert engine.runner.buffered is not None

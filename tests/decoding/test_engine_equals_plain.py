@@ -97,13 +97,6 @@ def test_oracle_drafts_save_steps(plain):
         assert (result.sources != 0).sum() == result.num_accepted
 
 
-def test_long_prompts_are_prefilled_in_parts(plain):
-    model, prompts, expected = plain
-    engine = tiny_engine(model, batch_size=3, max_prefill_tokens=5)
-    results = engine.generate(requests_for(prompts, MAX_NEW), OracleDrafter(expected), Greedy())
-    assert {int(r.request_id): r.token_ids.tolist() for r in results} == dict(enumerate(expected))
-
-
 def test_relaxed_texts_do_not_depend_on_batch_or_order():
     model = tiny_model(initializer_range=0.12)
     prompts = tiny_prompts(12)
@@ -118,10 +111,3 @@ def test_relaxed_texts_do_not_depend_on_batch_or_order():
     assert all(t == texts[0] for t in texts)
     plain = dict(enumerate(plain_texts(model, prompts, MAX_NEW)))
     assert any(texts[0][str(i)][0] != plain[i] for i in plain), "nothing was relaxed, so nothing was tested"
-
-
-def test_relaxed_with_one_choice_is_greedy(plain):
-    model, prompts, expected = plain
-    engine = tiny_engine(model, batch_size=4)
-    results = engine.generate(requests_for(prompts, MAX_NEW), OracleDrafter(expected), Relaxed(k=1))
-    assert {int(r.request_id): r.token_ids.tolist() for r in results} == dict(enumerate(expected))

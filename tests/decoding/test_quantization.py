@@ -2,13 +2,13 @@
 
 import json
 import shutil
-from functools import partial
 
 import pytest
 import torch
 from tiny_models import requests_for
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from laserbatch.pipeline.decoding.attention.interface import relative_error
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.compute_type import choose_dtype
 from laserbatch.pipeline.decoding.model.described_weights import require_described_weights
@@ -89,10 +89,6 @@ def write_compressed(folder, type_: str, num_bits: int):
     return with_files_of_sample(folder)
 
 
-def relative_error(actual, expected) -> float:
-    return float((actual - expected).norm() / expected.norm())
-
-
 def logits_of(model) -> torch.Tensor:
     with torch.inference_mode():
         return model(input_ids=torch.arange(20, 60)[None], use_cache=False).logits[0].float()
@@ -117,17 +113,6 @@ def test_quantised_checkpoint_loads_unmodified_and_writes(quantised):
     prompts = [engine.tokenizer(text, return_tensors="np").input_ids[0] for text in ("A film about", "The user likes")]
     results = list(engine.generate(requests_for(prompts, 12)))
     assert len(results) == 2 and all(len(result.token_ids) for result in results)
-
-
-def test_packed_weights_that_go_straight_to_a_device_are_the_same(quantised, monkeypatch):
-    """The device is this CPU."""
-    _, _, folder = quantised
-    expected = logits_of(AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="eager").eval())
-    direct = partial(AutoModelForCausalLM.from_pretrained, device_map={"": torch.device("cpu")})
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", direct)
-    loaded = load_model(folder, device="cpu").model
-    loaded.set_attn_implementation("eager")
-    assert torch.equal(logits_of(loaded), expected)
 
 
 def test_quantised_logits_are_near_the_plain_ones(quantised):

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from packs import keep
+from packs import keep, random_tree
 from tiny_models import VOCAB, tiny_model
 
 from laserbatch.pipeline.decoding.attention import interface, torch_attention
@@ -10,12 +10,6 @@ from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.load import prepare_model
 from laserbatch.pipeline.decoding.model.runner import ModelRunner
 from laserbatch.pipeline.decoding.token_tree import TokenTree, TreeBatch
-
-
-def random_tree(rng, num_nodes: int) -> TokenTree:
-    parents = np.array([rng.integers(-1, i) if i else -1 for i in range(num_nodes)], np.int32)
-    tokens = rng.integers(0, VOCAB, num_nodes).astype(np.int32)
-    return TokenTree(tokens, parents, np.zeros(num_nodes, np.float32), np.zeros(num_nodes, np.uint8))
 
 
 def path_to(tree: TokenTree, node: int) -> list[int]:
@@ -68,7 +62,7 @@ def test_every_node_gets_the_logits_of_its_own_path(architecture, grouping, monk
     cache.release(1)  # a hole between live rows
     del texts[1], pending[1]
     for _ in range(4):
-        trees = {row: random_tree(rng, int(rng.integers(0, 9))) for row in texts}
+        trees = {row: random_tree(rng, int(rng.integers(0, 9)), VOCAB) for row in texts}
         rows = list(rng.permutation(list(texts)))
         feeds = [Feed(int(row), np.array(pending[row], np.int32)) for row in rows]
         out = runner.forward(feeds, TreeBatch.of([trees[row] for row in rows]))
