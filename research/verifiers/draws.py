@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from laserbatch.pipeline.decoding.device_memory import to_device
-from laserbatch.pipeline.decoding.model.sampling import SampledLogits, gumbel_noise, uniform_numbers
+from laserbatch.pipeline.decoding.model.sampling import SampledLogits, gumbel_noise, uniform
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.pipeline.decoding.verifiers.relaxed import Greedy
 
@@ -89,7 +89,8 @@ class DrawnLogits(SampledLogits):
         seeds, positions = self._seeds_and_positions(rows)
         tokens, q_rows = to_device(np.stack((self._tokens[rows], self._q_rows[rows])), self.device)
         log_q = p.new_empty((1, p.shape[-1])) if self._log_q is None else self._log_q
-        draws = Draws(tokens, q_rows, log_q, uniform_numbers(seeds, positions, tokens.shape[1]))
+        numbers = -torch.arange(1, tokens.shape[1] + 1, device=tokens.device)  # those of Gumbel noise are above 0
+        draws = Draws(tokens, q_rows, log_q, uniform(seeds, positions, numbers))
         drafted, residual = self._rule.draw(torch.where(is_finite[:, None], p, 1 / p.shape[-1]), draws)
         resampled = (residual.log() + gumbel_noise(seeds, positions, p.shape[-1])).argmax(-1)
         result = torch.zeros_like(p).scatter_(1, torch.where(drafted >= 0, drafted, resampled)[:, None], 1.0)

@@ -34,17 +34,17 @@ def test_noise_is_gumbel_noise():
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 7])
 def test_noise_in_parts_is_that_of_all_rows_at_once(monkeypatch, num_rows):
     seeds, positions = torch.arange(7)[:num_rows] * 3 - 5, torch.arange(7)[:num_rows] % 3
-    at_once = -torch.log(-torch.log(sampling._uniform(seeds, positions, torch.arange(1, 301)))).float()
+    at_once = -torch.log(-torch.log(sampling.uniform(seeds, positions, torch.arange(1, 301)))).float()
     assert torch.equal(gumbel_noise(seeds, positions, 300), at_once)
     sizes = []
-    uniform = sampling._uniform
+    uniform = sampling.uniform
 
     def watched(*arguments):
         numbers = uniform(*arguments)
         sizes.append(numbers.numel() * numbers.element_size())
         return numbers
 
-    monkeypatch.setattr(sampling, "_uniform", watched)
+    monkeypatch.setattr(sampling, "uniform", watched)
     monkeypatch.setattr(sampling, "MAX_NOISE_BYTES", 2 * 300 * 8)
     assert torch.equal(gumbel_noise(seeds, positions, 300), at_once)
     assert len(sizes) == (num_rows + 1) // 2 and max(sizes, default=0) <= 2 * 300 * 8

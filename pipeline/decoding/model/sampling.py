@@ -63,17 +63,12 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) 
     tokens = torch.arange(1, vocab_size + 1, device=seeds.device)
     num_rows = max(1, MAX_NOISE_BYTES // (vocab_size * torch.float64.itemsize))
     for part in (slice(first, first + num_rows) for first in range(0, len(seeds), num_rows)):
-        noise[part] = -torch.log(-torch.log(_uniform(seeds[part], positions[part], tokens)))
+        noise[part] = -torch.log(-torch.log(uniform(seeds[part], positions[part], tokens)))
     return noise
 
 
-def uniform_numbers(seeds: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
-    """Numbers between 0 and 1, by seed and position, int64[n] each; none of Gumbel noise's: float64 (n, count)."""
-    return _uniform(seeds, positions, -torch.arange(1, count + 1, device=seeds.device))
-
-
-def _uniform(seeds: torch.Tensor, positions: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Numbers strictly between 0 and 1, by seed, position and number: float64 (n, len(numbers))."""
+def uniform(seeds: torch.Tensor, positions: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Values strictly between 0 and 1, by seed and position, int64[n] each, and number: float64 (n, len(numbers))."""
     rows = _scrambled(_scrambled(seeds) + positions * _GOLDEN)
     bits = _scrambled(rows[:, None] + numbers * _GOLDEN)
     return ((bits >> 11 & (1 << 53) - 1).double() + 0.5) / (1 << 53)
