@@ -60,7 +60,7 @@ def test_defaults_decode_plainly():
 def test_shared_prefix_is_computed_once():
     template = np.arange(20, 60, dtype=np.int32)
     prompts = [np.concatenate((template, [60 + i])).astype(np.int32) for i in range(6)]
-    engine = tiny_engine(MODEL, batch_size=6)
+    engine = tiny_engine(MODEL, batch_size=6, max_prefill_tokens=16)  # all come at once, and one computes it in parts
     counts = fed_tokens(engine)
     results = list(engine.generate(requests_for(prompts, 1)))
     assert sum(counts) == 40 + 6

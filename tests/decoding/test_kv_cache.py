@@ -147,14 +147,6 @@ def test_slots_hold_their_texts_and_nothing_leaks(data):
     assert len(cache._ended) <= cache.max_rows
 
 
-def test_template_is_held_once():
-    cache = KVCache(4)
-    rows = [admit(cache, [*TEMPLATE, 100 + i])[0] for i in range(4)]
-    assert cache.num_committed_slots == len(TEMPLATE) + 4
-    first = cache.slots_of(rows[0])[: len(TEMPLATE)].tolist()
-    assert all(cache.slots_of(row)[: len(TEMPLATE)].tolist() == first for row in rows)
-
-
 def test_whole_prompt_is_never_shared():
     cache = KVCache(2)
     admit(cache, TEMPLATE)

@@ -257,15 +257,3 @@ def test_prompts_share_a_step_the_oldest_first():
     engine = tiny_engine(MODEL, batch_size=2, max_prefill_tokens=6, max_draft_tokens=0)
     order = [int(r.request_id) for r in engine.generate(requests_for(prompts, 3))]
     assert order == [0, 1, 2]
-
-
-def test_a_template_is_computed_once_when_all_come_at_once():
-    template = np.arange(18, 78, dtype=np.int32)
-    prompts = [np.concatenate((template, [20 + i, 30])).astype(np.int32) for i in range(6)]
-    engine = tiny_engine(MODEL, batch_size=6, max_prefill_tokens=16, max_draft_tokens=0)
-    steps = feeds_of(engine)
-    assert texts_of(engine.generate(requests_for(prompts, 1))) == dict(enumerate(plain_texts(MODEL, prompts, 1)))
-    assert sum(count for step in steps for _, count in step) == 60 + 6 * 2
-    steps.clear()
-    list(engine.generate(requests_for(prompts, 1)))
-    assert sum(count for step in steps for _, count in step) <= 6 * 2  # found again
