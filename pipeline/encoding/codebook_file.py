@@ -152,32 +152,17 @@ class KnownCodesTask:
         return [self.path]
 
     def run(self) -> None:
-        new_digests = np.unique(self.new.digests())
-
-        def known(batch: pa.RecordBatch) -> pa.Table:
-            of_rows = digests(vectors_of(batch))
-            is_known = pa.array(_is_among(of_rows, new_digests))
-            codes = (batch[name].filter(is_known) for name in LEVELS)
-            return pa.table([pa.array(of_rows).filter(is_known), *codes], schema=_KNOWN_CODES)
-
-        write_parquet(map(known, iter_parquet(self.features, ["vector", *LEVELS])), self.path, _KNOWN_CODES)
+        tables = [_KNOWN_CODES.empty_table()]
+        for batch in iter_parquet(self.features, ["vector", *LEVELS]):
+            of_rows = pa.array(digests(vectors_of(batch)))
+            tables.append(pa.table([of_rows, *(batch[name] for name in LEVELS)], schema=_KNOWN_CODES))
+        table = pa.concat_tables(tables)
+        is_known = pc.is_in(table["digest"], value_set=pa.array(self.new.digests()))
+        write_parquet(table.filter(is_known), self.path)
 
 
 def codes_of(new: NewVectors, files: Sequence[Path]) -> np.ndarray:
     """Codes of new vectors in the files of tasks, of equal ones the first: int32 (num_new, num_levels); -1 without."""
-    tables = [_KNOWN_CODES.empty_table(), *map(read_parquet, files)]
-    known_digests, first = np.unique(np.concatenate([of["digest"].to_numpy() for of in tables]), return_index=True)
-    codes = np.concatenate([np.column_stack([of[name].to_numpy() for name in LEVELS]) for of in tables])
-    new_codes = np.full((new.num_rows, len(LEVELS)), -1, np.int32)
-    if len(known_digests):
-        new_digests = new.digests()
-        is_known = _is_among(new_digests, known_digests)
-        new_codes[is_known] = codes[first[np.searchsorted(known_digests, new_digests[is_known])]]
-    return new_codes
-
-
-def _is_among(values: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """Whether each value is among known ones, which ascend: bool[n]."""
-    if not len(known):
-        return np.zeros(len(values), bool)
-    return known[np.minimum(np.searchsorted(known, values), len(known) - 1)] == values
+    known = pa.concat_tables([_KNOWN_CODES.empty_table(), *map(read_parquet, files)])
+    rows = pc.index_in(pa.array(new.digests()), value_set=known["digest"])
+    return np.column_stack([known[name].take(rows).fill_null(-1).to_numpy() for name in LEVELS])
