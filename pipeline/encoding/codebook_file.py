@@ -108,9 +108,10 @@ def read_codebook(path: Path) -> Codebook:
 
 
 def write_codebook(codebook: Codebook, path: Path, side: str, dim: int) -> None:
-    levels = dict(zip(LEVELS, codebook.levels, strict=True))
-    radii = {f"laserbatch.radius.{name}": repr(level.radius) for name, level in levels.items()}
     metadata = {"laserbatch.record": "centroids", "laserbatch.version": "2", "laserbatch.side": side}
+    metadata["laserbatch.codebook"] = codebook.key
+    for name, level in zip(LEVELS, codebook.levels, strict=True):
+        metadata[f"laserbatch.radius.{name}"] = repr(level.radius)
     schema = pa.schema(
         [
             pa.field("level", pa.string(), nullable=False),  # the column of feature tables that has its codes
@@ -118,21 +119,16 @@ def write_codebook(codebook: Codebook, path: Path, side: str, dim: int) -> None:
             pa.field("num_vectors", pa.int64(), nullable=False),  # that it was made of, over all nights
             pa.field("vector", pa.list_(pa.float32(), dim), nullable=False),
         ],
-        metadata=metadata | {"laserbatch.codebook": codebook.key, **radii},
+        metadata,
     )
-    parts = [
-        pa.table(
-            [
-                pa.array([name] * len(level.centroids), pa.string()),
-                pa.array(np.arange(len(level.centroids), dtype=np.int32)),
-                pa.array(level.weights.astype(np.int64)),
-                vector_column(level.centroids.reshape(-1, dim)),
-            ],
-            schema=schema,
-        )
-        for name, level in levels.items()
+    sizes = [len(level.centroids) for level in codebook.levels]
+    columns = [
+        pa.array(np.repeat(LEVELS, sizes)),
+        pa.array(np.concatenate([np.arange(size, dtype=np.int32) for size in sizes])),
+        pa.array(np.concatenate([level.weights for level in codebook.levels]).astype(np.int64)),
+        vector_column(np.concatenate([level.centroids.reshape(-1, dim) for level in codebook.levels])),
     ]
-    write_parquet(pa.concat_tables(parts), path)
+    write_parquet(pa.table(columns, schema=schema), path)
 
 
 @dataclass(frozen=True)
