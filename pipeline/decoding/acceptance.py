@@ -62,11 +62,21 @@ def verify(
     Returns None for a sequence where the target's logits after its last committed token are not finite. Nodes after
     which they are not are not accepted.
     """
-    if len(trees) == 0 and guided_rows is None:  # plain decoding
+    if len(trees) == 0:  # plain decoding
         nothing = np.empty(0, np.int64)
         verdicts = judge_rows(verifier, rows, starts, nothing, nothing, nothing)
-        outcomes = zip(verdicts.choices.tolist(), verdicts.is_finite.tolist(), strict=True)
-        return [Acceptance(nothing, choice) if is_finite else None for choice, is_finite in outcomes]
+        choices, is_finite = verdicts.choices, verdicts.is_finite
+        if guided_rows is not None:
+            guided_choices = zip(guides, choices.tolist(), is_finite.tolist(), strict=True)
+            is_left = [
+                guide is not None and finite and not guide.num_allowed([choice])
+                for guide, choice, finite in guided_choices
+            ]
+            if len(left := np.flatnonzero(is_left)):
+                again = judge_rows(verifier, guided_rows, starts[left], nothing, nothing, nothing)
+                choices[left], is_finite[left] = again.choices, again.is_finite
+        outcomes = zip(choices.tolist(), is_finite.tolist(), strict=True)
+        return [Acceptance(nothing, choice) if finite else None for choice, finite in outcomes]
     at_once = rows.num_rows
     if rows.device.type == "cpu":
         at_once = max(trees.num_trees, ROUND_LOGITS // len(is_end))
