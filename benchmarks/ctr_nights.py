@@ -17,9 +17,9 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 from laserbatch.ctr.dataset import CtrData, build_dataset
 from laserbatch.ctr.gbdt import GbdtColumns, predict_gbdt
-from laserbatch.ctr.inputs import ADAPTORS
 from laserbatch.ctr.knowledge import Knowledge, build_knowledge, join_as_of
 from laserbatch.ctr.loop import predict
+from laserbatch.ctr.networks import ADAPTORS
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.ctr.training import MODEL_TITLES, NETWORKS, train_model
 from laserbatch.jobs.settings import PACKAGE_ROOT, Settings, load_settings

@@ -21,9 +21,9 @@ from common import SEED, Figure, begin, benchmark_parser, finish, scale_of, tabl
 
 from laserbatch.ctr.dataset import build_dataset
 from laserbatch.ctr.feature_set import FeatureSet
-from laserbatch.ctr.inputs import ADAPTORS
 from laserbatch.ctr.knowledge import build_knowledge
 from laserbatch.ctr.metrics import measure
+from laserbatch.ctr.networks import ADAPTORS
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.ctr.training import MODEL_TITLES, train_model
 from laserbatch.pipeline.encoding.codebook import fit_codebook

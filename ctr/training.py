@@ -11,10 +11,9 @@ import torch
 from laserbatch.ctr.adaptors.adaptor import Adaptor
 from laserbatch.ctr.dataset import CtrData, ModelRows
 from laserbatch.ctr.gbdt import GbdtColumns, fit_gbdt, predict_gbdt
-from laserbatch.ctr.inputs import RowInputs
 from laserbatch.ctr.knowledge import Knowledge
 from laserbatch.ctr.loop import Progress, fit, predict
-from laserbatch.ctr.networks import DIN, DCNv2
+from laserbatch.ctr.networks import DIN, DCNv2, RowInputs
 from laserbatch.ctr.settings import CtrSettings, ModelName
 
 MODEL_TITLES = {"din": "DIN", "dcnv2": "DCNv2", "gbdt": "LightGBM"}

@@ -10,8 +10,8 @@ from laserbatch.ctr.adaptors.adaptor import info_nce
 from laserbatch.ctr.adaptors.rlmrec import spread_back
 from laserbatch.ctr.adaptors.trawl import MAX_POSITIVES, NUM_NEIGHBOURS, items_liked_together
 from laserbatch.ctr.fields import Field
-from laserbatch.ctr.inputs import ADAPTORS
 from laserbatch.ctr.layers import CtrBatch
+from laserbatch.ctr.networks import ADAPTORS
 from laserbatch.retrieval_pools.routing.lightgcn import normalised_adjacency
 
 NUM_USERS, NUM_ITEMS, DIM = 9, 7, 6

@@ -10,10 +10,10 @@ from sklearn.metrics import roc_auc_score
 
 from laserbatch.ctr.adaptors import rlmrec, trawl
 from laserbatch.ctr.dataset import build_dataset
-from laserbatch.ctr.inputs import ADAPTORS
 from laserbatch.ctr.knowledge import build_knowledge
 from laserbatch.ctr.layers import EntityEmbedding
 from laserbatch.ctr.loop import default_batch_size, fit, predict
+from laserbatch.ctr.networks import ADAPTORS
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.ctr.training import build_network, train_model
 
