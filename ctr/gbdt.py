@@ -4,11 +4,12 @@ A tree cannot multiply, so products that the networks can form are given to it r
 the user's history and to the user's knowledge. Rates before the row stand for the embeddings of ids.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from laserbatch.ctr.dataset import PAST_COLUMNS, CtrData, ModelRows
+from laserbatch.ctr.dataset import CtrData, ModelRows
 from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.knowledge import Knowledge
 
@@ -27,36 +28,35 @@ class GbdtColumns:
     @property
     def categorical(self) -> list[int]:
         """Numbers of the columns that are categories."""
-        num_codes = sum(field.codes.shape[1] for fields, _ in self._sides for field in fields)
-        first_cluster = num_codes + len(PAST_COLUMNS) + len(self._sides[1][0])
-        if self._knowledge is None:
-            return list(range(num_codes))
-        num_components = min(NUM_COMPONENTS, self._knowledge.user.vectors.shape[1])
-        levels = range(self._knowledge.user.codes.shape[1])
-        firsts = first_cluster, first_cluster + len(levels) + num_components
-        return [*range(num_codes), *(first + level for first in firsts for level in levels)]
+        are_categories = [[is_category] * part.shape[1] for part, is_category in self._parts(np.empty(0, np.int64))]
+        return np.flatnonzero(np.concatenate(are_categories)).tolist()
 
     def __call__(self, rows: np.ndarray) -> np.ndarray:
         """Columns of some rows, of which callers ask for BLOCK_ROWS at a time: float32 (len(rows), num_columns)."""
-        data, columns = self._data, []
+        return np.hstack([part for part, _ in self._parts(rows)], dtype=np.float32, casting="unsafe")
+
+    def _parts(self, rows: np.ndarray) -> Iterator[tuple[np.ndarray, bool]]:
+        """Neighbouring columns (len(rows), any), and whether they are categories."""
+        data = self._data
         for fields, numbers in self._sides:
-            columns += [field.codes[numbers[rows]] for field in fields]
-        columns.append(data.past[rows])
+            for field in fields:
+                yield field.codes[numbers[rows]], True
+        yield data.past[rows], False
         items, starts = data.items[rows], data.starts[rows]
         lengths = data.ends[rows] - starts
         row_of_liked = np.repeat(np.arange(len(rows)), lengths)
         liked = data.liked[np.arange(len(row_of_liked)) + np.repeat(starts - np.cumsum(lengths) + lengths, lengths)]
         for field in self._sides[1][0]:
-            columns.append(_share_of_history_alike(field.codes, items, liked, row_of_liked)[:, None])
+            yield _share_of_history_alike(field.codes, items, liked, row_of_liked)[:, None], False
         if self._knowledge is not None:
             users, (user, item) = data.users[rows], (self._knowledge.user, self._knowledge.item)
             for side, numbers in ((user, users), (item, items)):
-                columns += [side.codes[numbers], side.vectors[numbers, :NUM_COMPONENTS]]
+                yield side.codes[numbers], True
+                yield side.vectors[numbers, :NUM_COMPONENTS], False
             of_history = np.zeros((len(rows), item.vectors.shape[1]), np.float32)
             np.add.at(of_history, row_of_liked, item.vectors[liked])
-            columns.append(_cosine(of_history, item.vectors[items])[:, None])
-            columns.append(_cosine(user.vectors[users], item.vectors[items])[:, None])
-        return np.hstack(columns, dtype=np.float32, casting="unsafe")
+            yield _cosine(of_history, item.vectors[items])[:, None], False
+            yield _cosine(user.vectors[users], item.vectors[items])[:, None], False
 
 
 def fit_gbdt(columns: GbdtColumns, data: CtrData, seed: int):
