@@ -34,10 +34,10 @@ from laserbatch.research.recommending.card import Ranking
 from laserbatch.research.recommending.code_trees import CodeTrees
 from laserbatch.research.recommending.codes import ItemCodes, read_codes
 from laserbatch.research.recommending.item_trie import ItemTrie
+from laserbatch.research.recommending.list_worker import TRIED_SHARES, fastest, tried_seconds
 from laserbatch.research.recommending.losses import strict_loss
 from laserbatch.research.recommending.models import Recommender, load_recommender
 from laserbatch.research.recommending.training import RecommenderOptions, train_draft, train_recommender
-from laserbatch.research.recommending.trial import TRIED_SHARES, fastest, tried_seconds
 
 WIDTH = 4  # of small models' beams and of lists before, as a multiple of the length of a list
 QUALITY_OF = 10

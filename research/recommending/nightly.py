@@ -55,6 +55,7 @@ from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.check import check_tables
+from laserbatch.research.recommending.list_worker import TRIED_SHARES, fastest
 from laserbatch.research.recommending.listed import Lists, known_models
 from laserbatch.research.recommending.lists import (
     CATALOGUE_PATH,
@@ -65,9 +66,7 @@ from laserbatch.research.recommending.lists import (
     write_catalogue,
 )
 from laserbatch.research.recommending.planned import carried_lists, due_lists, listed_drafts, stale_lists, without_had
-from laserbatch.research.recommending.settings import RecommendingSettings
-from laserbatch.research.recommending.spec import ListSpec
-from laserbatch.research.recommending.trial import TRIED_SHARES, fastest
+from laserbatch.research.recommending.settings import ListSpec, RecommendingSettings
 
 NAME = "recommending"  # the extension
 RECOMMENDATIONS = "recommendations"  # its workspace, a folder of the night's

@@ -1,10 +1,12 @@
-"""The options of nightly lists of items."""
+"""The options of nightly lists of items, and what their workers are started with."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from laserbatch.pipeline.distributed.spec import WorkerSpec
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.validation import Strict
 
@@ -47,3 +49,11 @@ class RecommendingSettings(Strict):
         if self.model is None:
             raise ConfigError("extensions.recommending names no model; `laserbatch recommender train` makes one")
         return self.model
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListSpec(WorkerSpec):
+    """`model_dir` is the folder of a recommender, `plan/catalogue.parquet` what it lists."""
+
+    options: RecommendingSettings
+    worker: ClassVar[str] = "laserbatch.research.recommending.list_worker:ListWorker"
