@@ -81,7 +81,8 @@ def read_codes(path: Path) -> ItemCodes:
     wrong = item_ids.filter(pa.array(lengths != num_levels))
     if len(wrong):
         raise TableError(
-            f"{path}: {preview_ids(wrong)} with another number of codes than {num_levels}: each needs them all"
+            f"{path}: {len(wrong)} items have another number of codes than {num_levels} (the first: {wrong[0]}): each "
+            "needs them all"
         )
     if values.null_count:
         row = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0]) // num_levels
@@ -116,11 +117,8 @@ def with_new_items(codes: ItemCodes, item_ids: pa.Array, vectors: np.ndarray) ->
     """Codes of items that came later too: those of the most alike item that has some, but for the last, which is the
     first that no item with the others has.
 
-    An item stays without where its most alike one's last codes are used up.
-
-    Parameters
-    ----------
-    item_ids, vectors : of items with and without codes, float32 (n, dim).
+    An item stays without where its most alike one's last codes are used up. `item_ids` and `vectors` float32 (n, dim)
+    are of items with and without codes.
     """
     rows = codes.rows_of(item_ids)
     has, lacks = np.flatnonzero(rows >= 0), np.flatnonzero(rows < 0)
@@ -167,10 +165,3 @@ def _digits(codes: np.ndarray) -> np.ndarray:
     digits = np.empty(len(order), np.int32)
     digits[order] = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))
     return digits
-
-
-def preview_ids(ids: pa.Array) -> str:
-    """`items 3, 7, 9 and 4 more`."""
-    names = ", ".join(map(str, ids.to_pylist()[:3]))
-    more = f" and {len(ids) - 3} more" if len(ids) > 3 else ""
-    return f"item{'s' if len(ids) > 1 else ''} {names}{more}"

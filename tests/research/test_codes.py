@@ -42,8 +42,8 @@ def test_items_that_are_alike_get_a_further_code(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([("x", [1, 2]), ("y", [1])], "item y with another number of codes than 2"),
-        ([("x", [1, 2]), ("y", [1, 3]), ("z", None)], "item z with another number of codes"),
+        ([("x", [1, 2]), ("y", [1])], r"another number of codes than 2 \(the first: y\)"),
+        ([("x", [1, 2]), ("y", [1, 3]), ("z", None)], r"another number of codes than 2 \(the first: z\)"),
         ([("x", [1, 2]), ("y", [1, None])], "item y has a null among its codes"),
         ([("x", [1, 2]), ("x", [1, 3])], "item x is there twice"),
         ([("x", [])], "has no codes"),
