@@ -71,22 +71,13 @@ class _PackedHead:
 class EagleModel(CachedModel):
     """An EAGLE head and its KV cache, as a draft model.
 
-    Parameters
-    ----------
-    embed, logits_of : the target's layers: token ids int64[n] to (n, hidden_size), and these to (n, vocab_size).
+    `embed` and `logits_of` are the target's layers: token ids int64[n] to (n, hidden_size), these to (n, vocab_size).
     """
 
     observes = "decode"
 
     def __init__(
-        self,
-        head: EagleHead,
-        embed,
-        logits_of,
-        max_rows: int,
-        max_tokens: int,
-        log_acceptance=None,
-        attention: str = "torch",
+        self, head: EagleHead, embed, logits_of, max_rows: int, max_tokens: int, log_acceptance, attention: str
     ) -> None:
         self._packed = _PackedHead(head, embed, logits_of)
         super().__init__(self._packed, head.join.weight.device, max_rows, max_tokens, log_acceptance, attention)

@@ -34,9 +34,7 @@ class MedusaHeads(nn.Module):
 class MedusaModel(DraftModel):
     """Medusa heads as a draft model; the prediction of a head does not depend on the path above it.
 
-    Parameters
-    ----------
-    logits_of : the target's output layer, (n, hidden_size) to (n, vocab_size).
+    `logits_of` is the target's output layer, (n, hidden_size) to (n, vocab_size).
     """
 
     observes = "decode"

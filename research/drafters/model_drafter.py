@@ -14,7 +14,6 @@ from laserbatch.pipeline.decoding.model.runner import ModelRunner, StepOutput
 from laserbatch.pipeline.decoding.model.sampling import gumbel_noise
 from laserbatch.pipeline.decoding.sequence import DecodingSequence
 from laserbatch.pipeline.decoding.token_tree import Proposals, TreeBatch
-from laserbatch.retrieval_pools.sources import SOURCE_MODEL
 
 DRAFT_SEED = 0x5DEECE66D  # separates the random numbers of drafts from those of the target
 MAX_TAGS = 1024
@@ -149,17 +148,9 @@ class GrowingTrees:
 
 
 class ModelDrafter(Drafter):
-    """Drafts of models, in trees that a `TreeShape` grows.
+    """Drafts of models, in trees that a `TreeShape` grows; `source` is a code of `retrieval_pools.sources`."""
 
-    Parameters
-    ----------
-    temperature : of the sampling of texts; 0 for greedy decoding.
-    source : a code of `retrieval_pools.sources`.
-    """
-
-    def __init__(
-        self, models: Sequence[DraftModel], shape: TreeShape, temperature: float = 0.0, source: int = SOURCE_MODEL
-    ) -> None:
+    def __init__(self, models: Sequence[DraftModel], shape: TreeShape, temperature: float, source: int) -> None:
         self._models, self._shape, self._temperature, self._source = models, shape, temperature, source
         self.observes = "decode" if any(model.observes == "decode" for model in models) else "nothing"
 

@@ -22,8 +22,8 @@ from laserbatch.pipeline.decoding.token_tree import ROOT, TokenTree, TreeBatch
 from laserbatch.pipeline.decoding.verifiers import Greedy
 from laserbatch.pipeline.engines.own import OwnEngine
 from laserbatch.research.drafters.aligned import AlignedDrafter, ngrams_behind
+from laserbatch.research.drafters.draft_models import SmallModel
 from laserbatch.research.drafters.lookahead import LookaheadDrafter
-from laserbatch.research.drafters.small_model import SmallModel
 from laserbatch.retrieval_pools.sources import SOURCE_LOOKAHEAD, SOURCE_MODEL, SOURCE_POOL
 
 SAMPLE_MODEL = PACKAGE_ROOT / "models" / "sample"
