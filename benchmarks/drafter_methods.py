@@ -13,9 +13,9 @@ from tasks import Task, own_texts
 from laserbatch.pipeline.decoding.drafters import Drafter, drafter_from, load_plugin_drafters
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
-from laserbatch.research.drafter_training.settings import Kind
 from laserbatch.research.drafter_training.texts import TrainingText
 from laserbatch.research.drafter_training.train import TrainingOptions, train_drafter
+from laserbatch.research.drafters.options import Kind
 from laserbatch.research.drafters.trained import DrafterCard, read_card
 
 logger = logging.getLogger("benchmarks")

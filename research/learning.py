@@ -22,6 +22,7 @@ logger = logging.getLogger("laserbatch")
 
 CHECKPOINT_NAME = "checkpoint.safetensors"
 WARM_UP = 0.05  # share of the steps in which the learning rate rises
+SECONDS_BETWEEN_CHECKPOINTS = 60.0
 
 BatchT = TypeVar("BatchT")
 
@@ -72,7 +73,6 @@ def train_steps(
     pace: Callable[[str], float] = lambda name: 1.0,
     on_progress: Callable[[int, float], None] = lambda step, loss: None,
     after: Callable[[int], None] = lambda step: None,
-    seconds_between_checkpoints: float = 60.0,
 ) -> float:
     """Train the parameters of a module that require gradients, one step per batch; return the seconds of all attempts.
 
@@ -103,7 +103,7 @@ def train_steps(
         optimizer.step()
         on_progress(step + 1, loss.item())
         after(step + 1)
-        if time.perf_counter() - saved_s > seconds_between_checkpoints:
+        if time.perf_counter() - saved_s > SECONDS_BETWEEN_CHECKPOINTS:
             saved_s = time.perf_counter()
             facts = {"digest": digest, "step": step + 1, "seconds": seconds + saved_s - began_s}
             _keep(learned, optimizer, folder / CHECKPOINT_NAME, facts)
@@ -121,6 +121,13 @@ def save_whole(tensors: dict[str, torch.Tensor], path: Path, facts: dict) -> Non
 def files_in(folder: Path) -> set[str]:
     """Names of the files of a folder, without temporary files of a killed training."""
     return {path.name for path in folder.glob("*")} - {path.name for path in leftovers(folder)}
+
+
+def require_own_folder(folder: Path, kind: str, *names: str) -> None:
+    """Raise ConfigError if a folder has files, but neither a checkpoint nor one of `names`, as what is trained has."""
+    others = files_in(folder)
+    if others and not others & {CHECKPOINT_NAME, *names}:
+        raise ConfigError(f"{folder} holds other things than a {kind} ({min(others)}): give a new folder")
 
 
 def drop_files(folder: Path, *names: str) -> None:

@@ -9,7 +9,7 @@ from laserbatch.jobs.console import TO_FOLDER, say, summary
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings
 from laserbatch.pipeline.decoding.plugins import TEXT_SOURCES
 from laserbatch.pipeline.errors import ConfigError
-from laserbatch.research.drafter_training.settings import EPOCHS, NUM_TEXTS, Kind
+from laserbatch.research.drafters.options import EPOCHS, NUM_TEXTS, Kind
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 

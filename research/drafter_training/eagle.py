@@ -6,8 +6,6 @@ and on the likeliest tokens of the target ("harmonized objective distillation").
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +19,7 @@ STEPS_NAME = "laserbatch_steps"
 CLASS_WEIGHT = 0.1  # of the cross entropy beside the features' loss (EAGLE, Eq. 5)
 NUM_LIKELIEST = 10  # K of HASS's top-K distillation (its Eq. 1)
 ALIGNED_STEPS = 3
-_steps: ContextVar[list[tuple[torch.Tensor, torch.Tensor]]] = ContextVar("laserbatch_steps")
+_steps: list[tuple[torch.Tensor, ...]] = []  # keys and values of the steps so far over the same tokens
 
 
 def steps_attention(module, query, key, value, attention_mask, scaling=None, **_) -> tuple[torch.Tensor, None]:
@@ -30,37 +28,26 @@ def steps_attention(module, query, key, value, attention_mask, scaling=None, **_
     The query at place t sees the step's own key there, that of the step before at t - 1, and so on, as it would in the
     draft of the j-th token; further back it sees the keys of the first step, which are of the target's features.
     """
-    steps = _steps.get()
     num_folded = query.shape[1] // key.shape[1]
-    steps.append(tuple(each.repeat_interleave(num_folded, 1) for each in (key, value)))
-    num_back, n = len(steps) - 1, query.shape[2]
+    _steps.append(tuple(each.repeat_interleave(num_folded, 1) for each in (key, value)))
+    num_back, n = len(_steps) - 1, query.shape[2]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    first_keys, first_values = steps[0]
+    first_keys, first_values = _steps[0]
     places = torch.arange(n, device=query.device)
     is_seen = places[:, None] - places[None, :] >= num_back
     scores = [(query @ first_keys.transpose(-1, -2) * scale).masked_fill(~is_seen, -torch.inf)]
     for back in range(num_back):  # from the step's own to the second one's
-        keys = steps[-1 - back][0].roll(back, 2)
+        keys = _steps[-1 - back][0].roll(back, 2)
         step_scores = (query * keys).sum(-1, keepdim=True) * scale
         scores.append(step_scores.masked_fill((places < back)[:, None], -torch.inf))
     weights = torch.softmax(torch.cat(scores, -1), -1)
     mixed = weights[..., :n] @ first_values
     for back in range(num_back):
-        mixed = mixed + weights[..., n + back, None] * steps[-1 - back][1].roll(back, 2)
+        mixed = mixed + weights[..., n + back, None] * _steps[-1 - back][1].roll(back, 2)
     return mixed.transpose(1, 2), None
 
 
 AttentionInterface.register(STEPS_NAME, steps_attention)
-
-
-@contextmanager
-def several_steps() -> Iterator[None]:
-    """Make forwards within the block steps over the same tokens."""
-    token = _steps.set([])
-    try:
-        yield
-    finally:
-        _steps.reset(token)
 
 
 class Eagle(Method):
@@ -69,7 +56,7 @@ class Eagle(Method):
     `distils` : HASS's loss of the target's likeliest tokens is added.
     """
 
-    def __init__(self, target: Target, config: LlamaConfig, num_steps: int = 1, distils: bool = False) -> None:
+    def __init__(self, target: Target, config: LlamaConfig, num_steps: int, distils: bool) -> None:
         config._attn_implementation = STEPS_NAME
         self.module = EagleHead(config).to(target.device)
         self._target, self._num_steps, self._distils = target, num_steps, distils
@@ -97,8 +84,8 @@ class Eagle(Method):
         """Features (B, T, hidden_size) of the next tokens by each step, from the predictions of the step before."""
         embeddings = self._target.embed(batch.tokens).float()
         features, positions = batch.features[:, :-1], torch.arange(batch.tokens.shape[1], device=self._target.device)
-        with several_steps():
-            for _ in range(num_steps):
-                predicted = self.module(embeddings, features, positions[None])
-                yield predicted
-                features = torch.cat((batch.features[:, :1], predicted[:, :-1].detach()), 1)
+        _steps.clear()
+        for _ in range(num_steps):
+            predicted = self.module(embeddings, features, positions[None])
+            yield predicted
+            features = torch.cat((batch.features[:, :1], predicted[:, :-1].detach()), 1)

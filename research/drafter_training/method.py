@@ -1,7 +1,6 @@
 """The interface of ways to train a drafter, and the evaluation of a drafter."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +10,10 @@ from sklearn.isotonic import IsotonicRegression
 from torch import nn
 
 from laserbatch.research.drafter_training.texts import Batch, Target, TrainingText, batches_of
-from laserbatch.research.drafters.trained import CONFIDENCES, WEIGHTS_NAME
+from laserbatch.research.drafters.trained import CONFIDENCES, WEIGHTS_NAME, DrafterCard
 
 DEPTHS = 5
+BATCH_SIZE = 8
 NUM_CANDIDATES = 4  # of each place, whose confidence is compared with how often they are right
 
 
@@ -47,22 +47,13 @@ def save_weights(module: nn.Module, folder: Path) -> None:
     save_file(weights, folder / WEIGHTS_NAME)
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """Acceptance by depth and by confidence, and the tokens per step of a replay; see `DrafterCard`."""
-
-    acceptance: tuple[float, ...]
-    curves: tuple[tuple[float, ...], ...]
-    tokens_per_step: float
-
-
 @torch.no_grad()
-def judged(method: Method, target: Target, texts: Sequence[TrainingText], batch_size: int = 8) -> Judgement:
-    """The acceptance of a drafter on held-back texts under greedy verification."""
+def judged(card: DrafterCard, method: Method, target: Target, texts: Sequence[TrainingText]) -> DrafterCard:
+    """The card of a drafter with its acceptance on held-back texts under greedy verification."""
     num_drafted, right, num_tokens, num_steps = np.zeros(DEPTHS), np.zeros(DEPTHS), 0, 0
     pairs: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(DEPTHS)]
     method.module.eval()
-    for part in batches_of([text for text in texts if len(text.token_ids) > DEPTHS], batch_size):
+    for part in batches_of([text for text in texts if len(text.token_ids) > DEPTHS], BATCH_SIZE):
         batch = target.batch(part)
         alive, runs = batch.is_token, torch.zeros_like(batch.tokens)
         for depth, log_q in enumerate(method.log_probs_by_depth(batch, DEPTHS)):
@@ -79,7 +70,9 @@ def judged(method: Method, target: Target, texts: Sequence[TrainingText], batch_
             num_tokens, num_steps = num_tokens + length, num_steps + _steps(of_text[:length])
     curves = tuple(_curve(*map(np.concatenate, zip(*of_depth, strict=True))) for of_depth in pairs if of_depth)
     acceptance = (right / np.maximum(num_drafted, 1))[: len(curves)]  # of the depths that it drafts
-    return Judgement(tuple(acceptance.round(4).tolist()), curves, round(num_tokens / max(1, num_steps), 4))
+    tokens_per_step = round(num_tokens / max(1, num_steps), 4)
+    results = {"acceptance": tuple(acceptance.round(4).tolist()), "curves": curves, "tokens_per_step": tokens_per_step}
+    return card.model_copy(update=results)
 
 
 def _steps(runs: list[int]) -> int:

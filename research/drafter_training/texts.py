@@ -1,7 +1,7 @@
 """Texts to train on, in batches, with the hidden states and logits of the target."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
@@ -23,18 +23,19 @@ class TrainingText:
     token_ids: np.ndarray
 
 
-@dataclass(frozen=True)
-class Padded:
+@dataclass
+class Batch:
     """B texts of at most T tokens.
 
     `tokens` int64 (B, T) and `is_token` bool (B, T). `prompts` int64 (B, P), padded on the left, `is_prompt` bool
-    (B, P).
+    (B, P). `features` are the target's states as `features_by` returns them.
     """
 
     tokens: torch.Tensor
     is_token: torch.Tensor
     prompts: torch.Tensor
     is_prompt: torch.Tensor
+    features: torch.Tensor = field(init=False)
 
     @property
     def inputs(self) -> dict[str, torch.Tensor | bool]:
@@ -46,13 +47,6 @@ class Padded:
     def features_by(self, body: torch.nn.Module) -> torch.Tensor:
         """Last hidden states float32 (B, T + 1, hidden_size); state i chooses token i."""
         return body(**self.inputs).last_hidden_state.float()[:, self.prompts.shape[1] - 1 :]
-
-
-@dataclass(frozen=True)
-class Batch(Padded):
-    """Texts with `features`, the target's states as `features_by` returns them."""
-
-    features: torch.Tensor
 
 
 def held_back(texts: Sequence[TrainingText]) -> tuple[list[TrainingText], list[TrainingText]]:
@@ -84,8 +78,9 @@ class Target:
         texts = [TrainingText(text.prompt_ids, text.token_ids[:MAX_TEXT_TOKENS]) for text in texts]
         prompts = padded([text.prompt_ids for text in texts], left=True)
         tensors = *padded([text.token_ids for text in texts]), *prompts
-        given = Padded(*(each.to(self.device) for each in tensors))
-        return Batch(**vars(given), features=given.features_by(self._head.body))
+        batch = Batch(*(each.to(self.device) for each in tensors))
+        batch.features = batch.features_by(self._head.body)
+        return batch
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor:
         """float32 (..., vocab_size) of last hidden states (..., hidden_size)."""

@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,11 +15,11 @@ from laserbatch.pipeline.storage.atomic import share_weights, write_json
 from laserbatch.research.drafter_training.eagle import ALIGNED_STEPS, Eagle
 from laserbatch.research.drafter_training.medusa import ADAPTER_NAME, Medusa, Medusa2
 from laserbatch.research.drafter_training.method import Method, judged
-from laserbatch.research.drafter_training.settings import Kind
 from laserbatch.research.drafter_training.small import Small
 from laserbatch.research.drafter_training.texts import HELD_BACK_EVERY, Target, TrainingText, batches_of, held_back
+from laserbatch.research.drafters.options import Kind
 from laserbatch.research.drafters.trained import CARD_NAME, DrafterCard, layer_of
-from laserbatch.research.learning import CHECKPOINT_NAME, drop_files, files_in, train_steps, whole_model
+from laserbatch.research.learning import CHECKPOINT_NAME, drop_files, require_own_folder, train_steps, whole_model
 
 MIN_TEXTS = 20
 USUAL_WIDTH = 256
@@ -36,7 +36,6 @@ class TrainingOptions:
     num_heads: int = 4
     small_share: float = 0.5
     seed: int = 0
-    seconds_between_checkpoints: float = 60.0
 
 
 def train_drafter(
@@ -58,9 +57,7 @@ def train_drafter(
             f"{len(texts)} texts are too few to train a drafter on, at least {MIN_TEXTS} are needed: name a run that "
             "wrote more"
         )
-    names = files_in(folder)
-    if names and not names & {CARD_NAME, CHECKPOINT_NAME}:
-        raise ConfigError(f"{folder} holds other things than a drafter ({min(names)}): give a new folder")
+    require_own_folder(folder, "drafter", CARD_NAME)
     torch.manual_seed(options.seed)
     target = Target(whole_model(model_dir, "cuda" if torch.cuda.is_available() else "cpu"))
     shown, judging = held_back(texts)
@@ -76,17 +73,16 @@ def train_drafter(
         options.learning_rate * USUAL_WIDTH / max(USUAL_WIDTH, target.embed.weight.shape[1]),
         method.pace,
         on_progress,
-        seconds_between_checkpoints=options.seconds_between_checkpoints,
     )
     start_s = time.perf_counter()
-    judgement = judged(method, target, judging)
+    card = judged(card, method, target, judging)
     method.save(folder, model_dir)
     adapter = folder / ADAPTER_NAME if kind == "medusa2" else None
-    card = card.model_copy(
-        update=asdict(judgement)
-        | {"target": model_identity(model_dir, adapter), "num_texts": len(shown), "num_held_back": len(judging)}
-        | {"training_seconds": round(seconds + time.perf_counter() - start_s, 1)}
-    )
+    facts = {
+        "target": model_identity(model_dir, adapter), "num_texts": len(shown), "num_held_back": len(judging),
+        "training_seconds": round(seconds + time.perf_counter() - start_s, 1),
+    }  # fmt: skip
+    card = card.model_copy(update=facts)
     write_json(card.model_dump(mode="json"), folder / CARD_NAME)
     share_weights(folder / CARD_NAME)
     drop_files(folder, CHECKPOINT_NAME)

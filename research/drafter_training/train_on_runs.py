@@ -2,7 +2,8 @@
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.formatting import counted
@@ -13,22 +14,17 @@ from laserbatch.pipeline.distributed.settings import usable_cores
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.scratch import ScratchFolder
-from laserbatch.research.drafter_training.settings import Kind
+from laserbatch.research.drafter_training.texts import TrainingText
+from laserbatch.research.drafter_training.train import TrainingOptions, num_steps, train_drafter
+from laserbatch.research.drafters.options import Kind
+from laserbatch.research.drafters.trained import DrafterCard
 
-if TYPE_CHECKING:
-    from laserbatch.research.drafter_training.texts import TrainingText
-    from laserbatch.research.drafters.trained import DrafterCard
 
-
-def train_on_runs(night: Night, kind: Kind, folder: Path, num_texts: int, epochs: int) -> "DrafterCard":
+def train_on_runs(night: Night, kind: Kind, folder: Path, num_texts: int, epochs: int) -> DrafterCard:
     """Train a drafter for the model on the newest texts of a run and of those before it; see `train_drafter`.
 
     Raises ConfigError: too few texts.
     """
-    import torch
-
-    from laserbatch.research.drafter_training.train import TrainingOptions, num_steps, train_drafter
-
     torch.set_num_threads(usable_cores())  # whatever was done before: sums come out by it
     options = TrainingOptions(epochs=epochs, seed=night.settings.seed)
     texts = texts_of_runs(night, num_texts)
@@ -41,7 +37,7 @@ def train_on_runs(night: Night, kind: Kind, folder: Path, num_texts: int, epochs
         return train_drafter(kind, night.settings.model_dir, texts, folder, options, on_progress)
 
 
-def texts_of_runs(night: Night, num_texts: int) -> "list[TrainingText]":
+def texts_of_runs(night: Night, num_texts: int) -> list[TrainingText]:
     """Prompts and the texts that the model wrote to them, half of each side; of each entity the newest."""
     target, texts_of_sides = model_identity(night.settings.model_dir), []
     not_built_on = night.workspace.publication.not_built_on()
@@ -60,9 +56,7 @@ def texts_of_runs(night: Night, num_texts: int) -> "list[TrainingText]":
     return texts_of_sides
 
 
-def _texts_of_run(night: Night, side: Side, max_texts: int) -> "dict[str | int, TrainingText]":
-    from laserbatch.research.drafter_training.texts import TrainingText
-
+def _texts_of_run(night: Night, side: Side, max_texts: int) -> dict[str | int, TrainingText]:
     rows = planned_rows(night, side, max_texts)
     with ScratchFolder("texts") as scratch:
         run_texts = read_run_texts(night.run, side, Path(scratch)) if rows else None

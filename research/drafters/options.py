@@ -1,10 +1,14 @@
-"""The options of the drafter `trained`."""
+"""The options of the drafter `trained`, the kinds of drafters that are trained, and how much they learn from."""
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
 from laserbatch.pipeline.validation import Strict
+
+Kind = Literal["medusa", "medusa2", "eagle", "hass", "small"]
+NUM_TEXTS, EPOCHS = 2000, 6
 
 
 class TrainedOptions(Strict):

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +17,9 @@ from laserbatch.research.learning import (
     CHECKPOINT_NAME,
     batches_by_length,
     drop_files,
-    files_in,
     padded,
     read_facts,
+    require_own_folder,
     save_whole,
     train_steps,
 )
@@ -57,7 +57,6 @@ class RecommenderOptions:
     num_listed: int = 4000
     num_picked: int = 3
     seed: int = 0
-    seconds_between_checkpoints: float = 60.0
 
 
 def train_recommender(
@@ -117,7 +116,6 @@ def train_recommender(
     seconds = train_steps(
         model, batches, loss_of, folder, digest, options.learning_rate,
         on_progress=lambda step, loss: on_progress(step, len(batches), loss), after=after,
-        seconds_between_checkpoints=options.seconds_between_checkpoints,
     )  # fmt: skip
     model.load_state_dict(load_file(best), strict=False)
     merge = getattr(model, "merge_and_unload", None)  # of a LoRA
@@ -202,7 +200,6 @@ def train_draft(
     seconds = train_steps(
         model, batches, loss_of, folder, _digest(f"{kind} {target.model_id}", codes, usable, options),
         options.learning_rate, on_progress=lambda step, loss: on_progress(step, len(batches), loss),
-        seconds_between_checkpoints=options.seconds_between_checkpoints,
     )  # fmt: skip
     update = {"num_histories": len(usable), "training_seconds": round(seconds, 1)}
     return _saved(model, card.model_copy(update=update), folder)
@@ -313,9 +310,7 @@ def _enough(histories: Sequence[np.ndarray], folder: Path) -> list[np.ndarray]:
             f"{len(usable)} users with two items or more are too few to train a recommender on, at least "
             f"{MIN_HISTORIES} are needed"
         )
-    names = files_in(folder)
-    if names and not names & {CARD_NAME, CHECKPOINT_NAME, BEST_NAME}:
-        raise ConfigError(f"{folder} holds other things than a recommender ({min(names)}): give a new folder")
+    require_own_folder(folder, "recommender", CARD_NAME, BEST_NAME)
     folder.mkdir(parents=True, exist_ok=True)
     return usable
 
@@ -328,8 +323,7 @@ def _held_back(num_histories: int, seed: int) -> np.ndarray:
 
 
 def _digest(kind: str, codes: ItemCodes, histories: Sequence[np.ndarray], options: RecommenderOptions) -> str:
-    option_values = asdict(options) | {"seconds_between_checkpoints": None}
-    digest = hashlib.sha256(f"{kind} {sorted(option_values.items(), key=str)} {codes_digest(codes)}".encode())
+    digest = hashlib.sha256(f"{kind} {options} {codes_digest(codes)}".encode())
     for history in histories:
         digest.update(np.asarray(history, np.int64).tobytes() + b"|")
     return digest.hexdigest()

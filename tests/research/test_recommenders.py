@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
 from laserbatch.pipeline.errors import ConfigError, ModelError
+from laserbatch.research import learning
 from laserbatch.research.recommending.baselines import neighbour_lists, popular_list
 from laserbatch.research.recommending.beams import BeamDrafter, ModelBeams, search
 from laserbatch.research.recommending.code_trees import CodeTrees
@@ -204,12 +205,11 @@ def test_what_does_not_fit_is_refused(world, tmp_path):
         train_recommender(items, histories, tmp_path / "texts")
 
 
-def test_a_killed_training_goes_on_to_the_same_bytes(world, tmp_path):
+def test_a_killed_training_goes_on_to_the_same_bytes(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(learning, "SECONDS_BETWEEN_CHECKPOINTS", 0.0)
     items, histories, _ = world
     histories = histories[:60]
-    options = RecommenderOptions(
-        hidden_size=32, num_layers=1, epochs=2, batch_size=8, num_listed=40, seconds_between_checkpoints=0.0
-    )
+    options = RecommenderOptions(hidden_size=32, num_layers=1, epochs=2, batch_size=8, num_listed=40)
 
     def train(kind, folder, on_progress=lambda *progress: None):
         if kind == "target":

@@ -165,7 +165,9 @@ def test_an_adapted_target_stays_near_itself_and_is_drafted_for(texts, tmp_path)
     assert np.mean(same) > 0.5  # of the texts of the model as it was
 
 
-def test_a_killed_training_goes_on_to_the_same_bytes(texts, trained, tmp_path):
+def test_a_killed_training_goes_on_to_the_same_bytes(texts, trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(learning, "SECONDS_BETWEEN_CHECKPOINTS", 0.0)
+
     class Killed(Exception):
         pass
 
@@ -173,7 +175,7 @@ def test_a_killed_training_goes_on_to_the_same_bytes(texts, trained, tmp_path):
         if step == 7:
             raise Killed
 
-    options = TrainingOptions(epochs=2, batch_size=4, seconds_between_checkpoints=0.0)
+    options = TrainingOptions(epochs=2, batch_size=4)
     with pytest.raises(Killed):
         train_drafter("eagle", SAMPLE_MODEL, texts, tmp_path, options, kill_at)
     assert (tmp_path / training.CHECKPOINT_NAME).exists()
@@ -209,7 +211,8 @@ def test_judgement_counts_chains(texts):
                 yield torch.nn.functional.one_hot(guess, target.embed.weight.shape[0]).float().mul(9).log_softmax(-1)
 
     target = plain_target()
-    acceptance = judged(Fixed(), target, texts[:12]).acceptance
+    card = DrafterCard(kind="medusa", target="")
+    acceptance = judged(card, Fixed(), target, texts[:12]).acceptance
     num_asked, right = np.zeros(5), np.zeros(5)
     for text in texts[:12]:
         for place in range(len(text.token_ids)):
