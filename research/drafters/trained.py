@@ -27,19 +27,15 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class DrafterCard(Strict):
     """The kind of a trained drafter, and its acceptance on held-back texts.
 
-    Attributes
-    ----------
-    target : id of the model whose states or texts it was trained on.
-    layer : configuration of the layer of an EAGLE head; `num_heads` is of Medusa.
-    acceptance : by depth, the share of its likeliest tokens that were right, given that all above were.
-    curves : by depth, that share at each of CONFIDENCES, which are the drafter's own probabilities.
-    tokens_per_step : of a replay of the texts with chains of its likeliest tokens, the bonus token included.
+    The `acceptance` of a depth is the share of its likeliest tokens that were right, given that all above were; its
+    curve has that share at each of CONFIDENCES, which are the drafter's own probabilities. `tokens_per_step` are those
+    of a replay of the texts with chains of its likeliest tokens, the bonus token included.
     """
 
     kind: Literal["medusa", "eagle", "hass", "small"]
-    target: str
-    num_heads: int = 0
-    layer: dict[str, float | int | None] = Field(default_factory=dict)
+    target: str  # id of the model whose states or texts it was trained on
+    num_heads: int = 0  # of Medusa
+    layer: dict[str, float | int | None] = Field(default_factory=dict)  # of an EAGLE head: its configuration
     num_texts: int = 0
     num_held_back: int = 0
     training_seconds: float = 0.0

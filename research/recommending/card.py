@@ -37,32 +37,20 @@ class Ranking(Strict):
 
 
 class RecommenderCard(Strict):
-    """The vocabulary and the training of a recommender.
+    """The vocabulary and the training of a recommender; code c of level j is token begin + 1 + sum(sizes[:j]) + c."""
 
-    Attributes
-    ----------
-    sizes : number of codes of each level with tokens; code c of level j is token begin + 1 + sum(sizes[:j]) + c.
-    begin : the token that begins every history; tokens before it are those of the extended language model.
-    codes : digest of the items' codes that it was trained on.
-    history : number of a user's newest items in a prompt.
-    loss, target : of a draft model; None for a model that was trained on the log alone.
-    held_back, popular, neighbours : rankings of its lists, of the list of the most popular items, and of lists of the
-        neighbours of a user's items.
-    epoch : the epoch with the best result on held-back items, whose weights are kept.
-    """
-
-    sizes: tuple[int, ...]
-    begin: int = 0
-    codes: str
-    history: int = 20
-    loss: str | None = None
-    target: str | None = None
+    sizes: tuple[int, ...]  # number of codes of each level with tokens
+    begin: int = 0  # the token that begins every history; those before it are of the extended language model
+    codes: str  # digest of the items' codes that it was trained on
+    history: int = 20  # number of a user's newest items in a prompt
+    loss: str | None = None  # of a draft model
+    target: str | None = None  # of a draft model
     num_histories: int = 0
     training_seconds: float = 0.0
-    held_back: Ranking | None = None
-    popular: Ranking | None = None
-    neighbours: Ranking | None = None
-    epoch: int | None = None
+    held_back: Ranking | None = None  # of its lists
+    popular: Ranking | None = None  # of the list of the most popular items
+    neighbours: Ranking | None = None  # of lists of the neighbours of a user's items
+    epoch: int | None = None  # the one with the best result on held-back items, whose weights are kept
 
     @property
     def first_tokens(self) -> tuple[int, ...]:

@@ -16,10 +16,7 @@ BROKEN = -1e30  # replaces log probabilities that are no numbers, so that the se
 class CodeTrees:
     """The log probabilities of codes after paths, by a model, for several users.
 
-    Parameters
-    ----------
-    model : a causal model of transformers. Code c of level j is its token `first_tokens[j] + c`.
-    prompts : int64[n] token ids each, at least one.
+    Code c of level j is the model's token `first_tokens[j] + c`. `prompts` are int64[n] token ids each, at least one.
     """
 
     def __init__(

@@ -91,10 +91,7 @@ def listed_drafts(
     """Likely items of users, at most so many each, the likeliest first, as lists of rows of the catalogue.
 
     First the user's own earlier list, then what most lists have of those users whose history ended with the same item.
-
-    Parameters
-    ----------
-    last_items : of each user the row of the history's last item, int64[num_users].
+    `last_items` int64[num_users] are the rows of the histories' last items.
     """
     if most == 0:
         return pa.array([[]] * len(user_ids), pa.list_(pa.int32()))
