@@ -52,36 +52,33 @@ def cached(stamp: str = _STAMP, **options) -> Callable[[Callable], Any]:
     """
 
     def compile_when_called(function: Callable) -> Any:
-        compiled = cached_on_disk(nogil=True, **options)(function)
+        compiled = _kept_on_disk(function, nogil=True, **options)
         compiled._cache._cache_file._source_stamp = stamp
         return compiled
 
     return compile_when_called
 
 
-def cached_on_disk(**options) -> Callable[[Callable], Any]:
+def _kept_on_disk(function: Callable, **options) -> Any:
     """`numba.njit` with these options and `cache=True`, also where numba finds no folder that it may write.
 
     In a container with a read-only root and no HOME neither the folder of the package nor the user's cache may be
     written, and numba raises. The machine code then goes to a temporary folder, for this process and those it starts.
     """
 
-    def compile_when_called(function: Callable) -> Any:
-        try:
-            return njit(cache=True, **options)(function)
-        except RuntimeError as error:
-            if "no locator available" not in str(error):
-                raise
-        folder = str(_temporary_cache())
-        os.environ["NUMBA_CACHE_DIR"] = cast(Any, config).CACHE_DIR = folder
-        logger.warning(
-            "neither the folder of the package nor the cache of the user may be written: numba's machine code goes to "
-            "%s; set NUMBA_CACHE_DIR to a folder that stays, so that it is not compiled again",
-            folder,
-        )
+    try:
         return njit(cache=True, **options)(function)
-
-    return compile_when_called
+    except RuntimeError as error:
+        if "no locator available" not in str(error):
+            raise
+    folder = str(_temporary_cache())
+    os.environ["NUMBA_CACHE_DIR"] = cast(Any, config).CACHE_DIR = folder
+    logger.warning(
+        "neither the folder of the package nor the cache of the user may be written: numba's machine code goes to %s; "
+        "set NUMBA_CACHE_DIR to a folder that stays, so that it is not compiled again",
+        folder,
+    )
+    return njit(cache=True, **options)(function)
 
 
 def _temporary_cache() -> Path:
