@@ -91,23 +91,16 @@ _Places = namedtuple(
     "tokens num_tokens order num_positions group_codes num_codes num_wide_codes starts num_starts support num_support "
     "frequencies bounds curves depth num_samples max_match max_local_tokens num_context_lengths",
 )
-_Weights = namedtuple("_Weights", "inside outside of_unknown pool_escape previous_escape local_escape")
+_Weights = namedtuple("_Weights", "inside outside pool_escape previous_escape local_escape")
 PLACE, WEIGHT = _Places(*range(len(_Places._fields))), _Weights(*range(len(_Weights._fields)))
 
 
 class PoolHandle(NamedTuple):
-    """A pool as the compiled query takes it.
+    """A pool as the compiled query takes it."""
 
-    Attributes
-    ----------
-    places : int64, by PLACE: the addresses of its arrays, and the whole numbers of its settings.
-    weights : float64, by WEIGHT.
-    owners : the arrays that lie at these addresses.
-    """
-
-    places: np.ndarray
-    weights: np.ndarray
-    owners: tuple[Index, Estimates]
+    places: np.ndarray  # int64, by PLACE: the addresses of its arrays, and the whole numbers of its settings
+    weights: np.ndarray  # float64, by WEIGHT
+    owners: tuple[Index, Estimates]  # the arrays that lie at these addresses
 
     @classmethod
     def of(cls, index: Index, curves: np.ndarray, settings: DraftSettings, fitted_escape: float) -> "PoolHandle":
@@ -140,7 +133,6 @@ class PoolHandle(NamedTuple):
         weights = _Weights(
             inside=1.0 if is_walled else settings.group_weight,
             outside=0.0 if is_walled else 1.0,
-            of_unknown=0.0 if is_walled else 1.0,
             pool_escape=settings.pool_escape_per_token or fitted_escape,
             previous_escape=settings.previous_escape,
             local_escape=settings.local_escape,

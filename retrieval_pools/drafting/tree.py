@@ -89,7 +89,7 @@ def preference_of(group, places, weights):
     """How much each occurrence counts for a sequence of a group: a code, state.NO_GROUP or state.UNKNOWN."""
     inside = outside = 1.0
     if group == state.UNKNOWN:
-        inside = outside = weights[WEIGHT.of_unknown]
+        inside = outside = weights[WEIGHT.outside]
     elif group != state.NO_GROUP:
         inside, outside = weights[WEIGHT.inside], weights[WEIGHT.outside]
     return Preference(group, inside, outside, places[PLACE.num_samples])
