@@ -52,12 +52,7 @@ def num_held_back(num_texts: int, num_requested: int) -> int:
 
 
 def spread_positions(num_texts: int, num_chosen: int, seed: int = 0) -> np.ndarray:
-    """Positions of texts to replay, spread evenly over all: int64[min(num_texts, num_chosen)], rising.
-
-    Parameters
-    ----------
-    seed : moves all of them.
-    """
+    """Positions of texts to replay, spread evenly, all moved by `seed`: int64[min(num_texts, num_chosen)], rising."""
     num_chosen = min(num_texts, num_chosen)
     offset = np.random.default_rng(seed).random()
     return np.floor((np.arange(num_chosen) + offset) * (num_texts / max(1, num_chosen))).astype(np.int64)
@@ -222,12 +217,8 @@ def replay_budgets(
 ) -> np.ndarray:
     """Steps along one text under each of the budgets, by the size of their trees: float64[num_budgets, num_knots].
 
-    Parameters
-    ----------
-    options : all but its budget is used.
-    budgets : largest tree and least acceptance of each.
-
-    A step counts 1 in all, as in `BudgetCell`; each but the last ends with a token that was not drafted.
+    `budgets` are a largest tree and a least acceptance each; those of `options` are not used. A step counts 1 in all,
+    as in `BudgetCell`; each but the last ends with a token that was not drafted.
     """
     sizes = np.array([size for size, _ in budgets])
     least = np.log([least for _, least in budgets], dtype=np.float32)

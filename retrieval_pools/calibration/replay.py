@@ -33,20 +33,14 @@ NODE = np.dtype(
 class ReplayText:
     """A text and what a draft knew when it was written.
 
-    Parameters
-    ----------
-    prompt_ids : int32[n], the prompt as the model was given it, chat form and all.
-    text_ids : int32[m], the text without its end token.
-    previous_ids : int32[k], the entity's text of an earlier night, or None.
-    group : the group whose texts count more, or None.
-    is_form : bool[m], the tokens that the form of the answer left no choice of; where a draft does not take them, they
-        are appended without a step. None: no token.
+    Of `is_form`, bool[m], are the tokens that the form of the answer left no choice of; where a draft does not take
+    them, they are appended without a step. None: no token.
     """
 
-    prompt_ids: np.ndarray
-    text_ids: np.ndarray
-    previous_ids: np.ndarray | None = None
-    group: str | None = None
+    prompt_ids: np.ndarray  # int32[n], as the model was given it, chat form and all
+    text_ids: np.ndarray  # int32[m], without its end token
+    previous_ids: np.ndarray | None = None  # int32[k], the entity's text of an earlier night
+    group: str | None = None  # whose texts count more
     is_form: np.ndarray | None = None
 
     @property
@@ -99,12 +93,7 @@ class Tally:
 
 
 def replay(pool: Pool | None, texts: Iterable[ReplayText], options: DraftOptions | None = None) -> Tally:
-    """Draft along texts and count. The same inputs give the same counts.
-
-    Parameters
-    ----------
-    pool : what is drafted from beside a text's own prompt, output and previous text; the text must not be in it.
-    """
+    """Draft along texts, none of which is in the pool, and count. The same inputs give the same counts."""
     counts = []
     for text in texts:
         steps = list(pool_steps(pool, text, options))
@@ -140,10 +129,8 @@ def pool_steps(
 ) -> Iterator[ReplayStep[Draft]]:
     """The drafts along one text, as `draft` makes them for a sequence whose model writes that text.
 
-    Parameters
-    ----------
-    verified : what of each tree is verified, by its size and its probability alone: the next draft starts behind that.
-        None: all of it.
+    `verified` says what of each tree is verified, by its size and its probability alone; the next draft starts behind
+    that. None: all of it.
     """
     options = DraftOptions() if options is None else options
     context = np.concatenate([text.prompt_ids, text.text_ids]).astype(np.int32)

@@ -38,12 +38,9 @@ _LOWEST = float(COUNT_KNOTS[0])
 
 
 def token_frequencies(num_occurrences: np.ndarray, num_positions: int) -> np.ndarray:
-    """The bin of how frequent each of n tokens is: uint8[n].
+    """The bin of how frequent each of n tokens is, uint8[n], by its occurrences int64[n] in a pool.
 
-    Parameters
-    ----------
-    num_occurrences : int64[n], in the pool.
-    num_positions : of the pool: its tokens and the ends of its texts.
+    `num_positions` are those of the pool: its tokens and the ends of its texts.
     """
     least = [-(-max(num_positions, 1) // 2**-exponent) for exponent in FREQUENCY_EXPONENTS]
     return np.searchsorted(least, num_occurrences, side="right").astype(np.uint8)

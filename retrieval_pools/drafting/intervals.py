@@ -24,10 +24,7 @@ def probe_place(low, size, k):
 def ends_of_run(index, low, high, low_end, high_end, offset, token):
     """Where the places whose next token, `offset` tokens on, is `token` begin and end.
 
-    Parameters
-    ----------
-    low, high : the first is in this range or at its end; none before it has `token` or a larger one.
-    low_end, high_end : likewise the first with a larger token.
+    The first is in the range from `low` to `high`, or at its end; the first with a larger token likewise in the other.
     """
     while low < high or low_end < high_end:
         size, size_end = high - low, high_end - low_end

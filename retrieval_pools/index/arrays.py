@@ -71,9 +71,7 @@ def read_chunks(path: Path) -> Iterator[np.ndarray]:
 def map_array(path: Path) -> np.ndarray:
     """The array of a file, memory-mapped and read-only; in memory when it is empty.
 
-    Raises
-    ------
-    ValueError, EOFError : the file is no array.
+    Raises ValueError or EOFError where the file is no array.
     """
     with _header_lock:
         with open(path, "rb") as file:

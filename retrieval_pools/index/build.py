@@ -56,16 +56,10 @@ _GONE = np.iinfo(np.int32).min  # moves every position below 0
 
 @dataclass(frozen=True)
 class HeldBack:
-    """Texts of a coming pool by which it is calibrated.
+    """Texts of a coming pool by which it is calibrated."""
 
-    Parameters
-    ----------
-    numbers : theirs, as the pool's texts come.
-    calibrate : is handed a pool of all others, which is gone afterwards.
-    """
-
-    numbers: Sequence[int]
-    calibrate: Callable[[Pool], Calibration | None]
+    numbers: Sequence[int]  # theirs, as the pool's texts come
+    calibrate: Callable[[Pool], Calibration | None]  # is handed a pool of all others, which is gone afterwards
 
 
 def build_pool(

@@ -24,15 +24,10 @@ class SourceCurve(Frozen):
     """Acceptance of a source's tokens, given that the parent is accepted, over their relative count x.
 
     The log odds are offset + low * log(x) - high * log(1 - x) (beta calibration: Kull, Silva Filho and Flach 2017,
-    section 4) and the numbers of its token's kind and its place's.
-
-    Attributes
-    ----------
-    source : a code of `sources`.
-    of_tokens, of_places : by kind of token, and by kind of place, see `drafting.estimate`.
+    section 4) and the numbers of its token's kind and its place's, see `drafting.estimate`.
     """
 
-    source: int = Field(ge=0, lt=NUM_TEXT_SOURCES)
+    source: int = Field(ge=0, lt=NUM_TEXT_SOURCES)  # a code of `sources`
     offset: float
     low: float
     high: float
@@ -58,35 +53,28 @@ def beta_features(relative_counts: np.ndarray) -> np.ndarray:
 class Reliability(Frozen):
     """How well estimates hold on texts that nothing was fitted to.
 
-    Attributes
-    ----------
-    num_texts, num_nodes : texts replayed, tokens drafted for them.
-    max_nodes, min_acceptance : how they were drafted.
-    expected_calibration_error : mean over drafted tokens of the distance, within their bin, from the mean estimate of
-        the whole path's acceptance to the share of paths accepted (Guo et al. 2017, Eq. 3; 20 bins of equal width).
+    The `expected_calibration_error` is the mean over drafted tokens of the distance, within their bin, from the mean
+    estimate of the whole path's acceptance to the share of paths accepted (Guo et al. 2017, Eq. 3; 20 bins of equal
+    width).
     """
 
     num_texts: int = Field(ge=1)
-    num_nodes: int = Field(ge=0)
+    num_nodes: int = Field(ge=0)  # tokens drafted for them
     max_nodes: int
     min_acceptance: float
     expected_calibration_error: float = Field(ge=0)
 
 
 class BudgetCell(Frozen):
-    """One budget.
+    """One budget: the largest tree, and the least estimated acceptance of a path in it.
 
-    Attributes
-    ----------
-    max_draft_tokens, min_acceptance : largest tree, and the least estimated acceptance of a path in it.
-    tokens_per_step : what a text grew by in a step, bonus token included.
-    size_shares : of its steps, by the size of their trees, at each of SIZE_KNOTS: a tree between two knots counts for
-        each by its nearness. So the mean of anything linear between the knots is exact, the mean size too.
+    `size_shares` are those of its steps by the size of their trees, at each of SIZE_KNOTS: a tree between two knots
+    counts for each by its nearness. So the mean of anything linear between the knots is exact, the mean size too.
     """
 
     max_draft_tokens: int = Field(ge=1, le=DRAFT_TOKENS[-1])
     min_acceptance: float = Field(gt=0, le=1)
-    tokens_per_step: float = Field(ge=1)
+    tokens_per_step: float = Field(ge=1)  # what a text grew by in a step, bonus token included
     size_shares: tuple[float, ...] = Field(min_length=len(SIZE_KNOTS), max_length=len(SIZE_KNOTS))
 
     @property
@@ -95,19 +83,13 @@ class BudgetCell(Frozen):
 
 
 class ReplayedBudgets(Frozen):
-    """All budgets of the grid on the same texts.
-
-    Attributes
-    ----------
-    num_texts, num_tokens : that were replayed.
-    num_form : of these tokens, those that the form of the answer appended: they take no step, drafted or not.
-    cells : by rising `max_draft_tokens`, then by rising `min_acceptance`.
-    """
+    """All budgets of the grid on the same texts."""
 
     num_texts: int = Field(ge=1)
     num_tokens: int = Field(ge=0)
+    # Of these tokens, those that the form of the answer appended: they take no step, drafted or not.
     num_form: int = Field(default=0, ge=0)
-    cells: tuple[BudgetCell, ...]
+    cells: tuple[BudgetCell, ...]  # by rising `max_draft_tokens`, then by rising `min_acceptance`
 
     @property
     def plain_tokens_per_step(self) -> float:
@@ -117,18 +99,11 @@ class ReplayedBudgets(Frozen):
 
 
 class BudgetCurve(Frozen):
-    """Replays under every budget. Where the texts were not written with relaxed drafts, a relaxed run accepts more.
+    """Replays under every budget. Where the texts were not written with relaxed drafts, a relaxed run accepts more."""
 
-    Attributes
-    ----------
-    sources : what drafts came from, of "previous", "prompt", "output" and "pool".
-    new : texts without an earlier one of their entity. None: no text was replayed so.
-    changed : texts of entities that had one, which was drafted from too. None: there were too few.
-    """
-
-    sources: tuple[str, ...]
-    new: ReplayedBudgets | None
-    changed: ReplayedBudgets | None = None
+    sources: tuple[str, ...]  # what drafts came from, of "previous", "prompt", "output" and "pool"
+    new: ReplayedBudgets | None  # texts without an earlier one of their entity; None: no text was replayed so
+    changed: ReplayedBudgets | None = None  # texts of entities that had one; None: there were too few
 
 
 class Calibration(Frozen):
@@ -136,26 +111,16 @@ class Calibration(Frozen):
 
     Replays are greedy: a token counts as accepted when it is the text's own. Under a relaxed verifier more is accepted
     than this says.
-
-    Attributes
-    ----------
-    pool_escape : the escape of the pool (see `DraftSettings`) that was tried and accepted most, or the configured one.
-    num_texts, num_tokens : replayed texts that the curves are fitted to, and their tokens.
-    sources : a source that drafted nothing has no curve and is not calibrated.
-    reliability : of curves that are fitted to one half of the texts, on the other half.
-    budgets : what each draft budget gained; None in a calibration that has none.
-    replayed_run : whose texts were replayed; "" where that is not known.
-    num_texts_changed : of the side, written since by runs that kept this calibration.
     """
 
-    pool_escape: float = Field(gt=0)
-    num_texts: int = Field(ge=1)
+    pool_escape: float = Field(gt=0)  # see `DraftSettings`: the configured one, or that which accepted most
+    num_texts: int = Field(ge=1)  # that were replayed, and the curves are fitted to
     num_tokens: int = Field(ge=0)
-    sources: tuple[SourceCurve, ...]
-    reliability: Reliability
-    budgets: BudgetCurve | None = None
-    replayed_run: str = ""
-    num_texts_changed: int = Field(default=0, ge=0)
+    sources: tuple[SourceCurve, ...]  # a source that drafted nothing has no curve and is not calibrated
+    reliability: Reliability  # of curves that are fitted to one half of the texts, on the other half
+    budgets: BudgetCurve | None = None  # what each draft budget gained
+    replayed_run: str = ""  # whose texts were replayed, where that is known
+    num_texts_changed: int = Field(default=0, ge=0)  # of the side, written since by runs that kept this calibration
 
     @property
     def curves(self) -> np.ndarray:

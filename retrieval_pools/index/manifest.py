@@ -81,13 +81,7 @@ def write_manifest(manifest: PoolManifest, folder: Path) -> None:
 
 
 def read_manifest(folder: Path) -> PoolManifest:
-    """Read `manifest.json`.
-
-    Raises
-    ------
-    PoolError
-        It is missing, of another format, or not a pool's manifest.
-    """
+    """Read `manifest.json`. Raises PoolError where it is missing, of another format, or not a pool's manifest."""
     path = folder / MANIFEST_NAME
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -118,16 +112,9 @@ def describe_array(name: ArrayName, folder: Path) -> ArrayFile:
 
 
 def read_array(folder: Path, name: ArrayName, manifest: PoolManifest, verify: bool) -> np.ndarray:
-    """One array of a pool, memory-mapped and read-only.
+    """One array of a pool, memory-mapped and read-only; `verify` also compares its SHA-256, which reads all of it.
 
-    Parameters
-    ----------
-    verify : also compare the file's SHA-256, which reads all of it.
-
-    Raises
-    ------
-    PoolError
-        The file is missing, or is not what the manifest says.
+    Raises PoolError where the file is missing, or is not what the manifest says.
     """
     path, expected = array_path(folder, name), manifest.arrays.get(name)
     try:

@@ -51,13 +51,7 @@ def sort_texts(
 
 
 def merge(tokens: np.ndarray, first: Iterable[np.ndarray], second: Iterable[np.ndarray], depth: int):
-    """One order of two, chunk by chunk.
-
-    Parameters
-    ----------
-    tokens : int32[n], what they are positions of; the two have none in common.
-    depth : tokens compared; what both are sorted by.
-    """
+    """One order, chunk by chunk, of two that are sorted by `depth` tokens and have no position in common."""
     return in_threads(lambda part: _gallop(tokens, *part, depth), _parts(tokens, first, second, depth))
 
 

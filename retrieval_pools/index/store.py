@@ -61,18 +61,11 @@ class PoolVersion:
 
 @dataclass(frozen=True)
 class GcResult:
-    """What a collection removed, or would remove.
+    """What a collection removed, or would remove."""
 
-    Parameters
-    ----------
-    versions : removed ones, oldest first.
-    num_leftovers : folders and files that dead builders left.
-    num_bytes : size of it all on disk.
-    """
-
-    versions: tuple[str, ...]
-    num_leftovers: int
-    num_bytes: int
+    versions: tuple[str, ...]  # oldest first
+    num_leftovers: int  # folders and files that dead builders left
+    num_bytes: int  # of it all on disk
 
 
 @dataclass(frozen=True)
@@ -84,7 +77,7 @@ class PoolStore:
     def current_version(self) -> str | None:
         """The version that a run should open, None before the first; PoolError where it is not there."""
         version = self._pointed_to()
-        if version is not None and version not in self._versions():
+        if version is not None and version not in self._folders():
             raise PoolError(
                 f"{self.root / CURRENT_NAME} names the pools {version!r}, which are not there; {self._listed}. "
                 "Choose one with `laserbatch pools use VERSION`, or run `laserbatch pools rebuild`."
@@ -241,9 +234,6 @@ class PoolStore:
             problem = str(error)
         return PoolVersion(version, folder, is_current, pools, problem)
 
-    def _versions(self) -> tuple[str, ...]:
-        return tuple(self._folders())
-
     def _folders(self) -> dict[str, list[Path]]:
         """The folders of each version, by its name; the last one holds it and replaced the others."""
         paths = [path for path in self.root.iterdir() if path.is_dir()] if self.root.is_dir() else []
@@ -254,7 +244,8 @@ class PoolStore:
 
     @property
     def _listed(self) -> str:
-        return f"there are: {', '.join(self._versions())}" if self._versions() else "there are none"
+        versions = self._folders()
+        return f"there are: {', '.join(versions)}" if versions else "there are none"
 
 
 def _number(folder: Path) -> int:

@@ -14,13 +14,11 @@ _RING = 256  # places on it share ever more, and at most 255 tokens
 
 
 def supported_lengths(
-    tokens: np.ndarray,
-    order: np.ndarray,
-    entities: np.ndarray,
-    min_support: int,
-    depth: int,
+    tokens: np.ndarray, order: np.ndarray, entities: np.ndarray, min_support: int, depth: int
 ) -> np.ndarray:
     """Length of the longest supported n-gram that begins at each place of the order, in linear time but for depth.
+
+    uint8[n], 0 where not even the first token is supported.
 
     Places that share their first s tokens stand side by side, so an n-gram is supported when a window of the order has
     `min_support` entities and it is no longer than the least common prefix of neighbours in the window. For each place
@@ -32,10 +30,6 @@ def supported_lengths(
     entities : int32[n], that of each place's text, from 0 on.
     min_support : entities that make an n-gram supported, at least 2.
     depth : tokens that `order` is sorted by, at most 255; no longer n-gram is looked at.
-
-    Returns
-    -------
-    uint8[n], 0 where not even the first token is supported.
     """
     shared = _shared_with_place_before(tokens, order, depth)
     support = _least_shared_in_windows(shared, entities, min_support)

@@ -45,42 +45,25 @@ class PoolText:
 
 @dataclass(frozen=True)
 class PoolTexts:
-    """Several of them in columns, as a pool takes them fastest.
+    """Several of them in columns, as a pool takes them fastest."""
 
-    Parameters
-    ----------
-    tokens : int[n], the texts' and maybe more.
-    begins, lengths : int64[num_texts], where each text's tokens begin, and how many they are.
-    group_codes : int[num_texts], places in `groups`.
-    entity_codes : int[num_texts], numbers of the entities, the same in all blocks of a pool.
-    """
-
-    tokens: np.ndarray
-    begins: np.ndarray
-    lengths: np.ndarray
-    group_codes: np.ndarray
+    tokens: np.ndarray  # int[n], the texts' and maybe more
+    begins: np.ndarray  # int64[num_texts], where each text's tokens begin
+    lengths: np.ndarray  # int64[num_texts]
+    group_codes: np.ndarray  # int[num_texts], places in `groups`
     groups: Sequence[str]
-    entity_codes: np.ndarray
+    entity_codes: np.ndarray  # int[num_texts], numbers of the entities, the same in all blocks of a pool
 
 
 @dataclass(frozen=True)
 class LaidTexts:
-    """Texts as they lie in a file.
+    """Texts as they lie in a file."""
 
-    Parameters
-    ----------
-    tokens : int32[num_positions], mapped: separator, text, separator, text, ..., separator.
-    starts : int32[num_texts + 1], the separators' positions.
-    group_codes : uint8[num_texts] or, with more than 256 groups, uint16.
-    entity_codes : int32[num_texts], or None when nobody asked for them.
-    groups : in the order of their codes: as they came.
-    """
-
-    tokens: np.ndarray
-    starts: np.ndarray
-    group_codes: np.ndarray
-    entity_codes: np.ndarray | None
-    groups: dict[str, GroupCounts]
+    tokens: np.ndarray  # int32[num_positions], mapped: separator, text, separator, text, ..., separator
+    starts: np.ndarray  # int32[num_texts + 1], the separators' positions
+    group_codes: np.ndarray  # uint8[num_texts] or, with more than 256 groups, uint16
+    entity_codes: np.ndarray | None  # int32[num_texts], where somebody asked for them
+    groups: dict[str, GroupCounts]  # in the order of their codes: as they came
     vocab_size: int
 
     @property
@@ -93,21 +76,11 @@ class LaidTexts:
         return len(self.tokens) - len(self.starts)
 
 
-def lay_end_to_end(
-    texts: Iterable[PoolText] | Iterable[PoolTexts], path: Path, with_entities: bool = False
-) -> LaidTexts:
-    """Write all texts' tokens to a `.npy` file and say where each lies.
+def lay_end_to_end(texts: Iterable[PoolText] | Iterable[PoolTexts], path: Path, with_entities: bool) -> LaidTexts:
+    """Write all texts' tokens to a `.npy` file and say where each lies; the texts are read once.
 
-    Parameters
-    ----------
-    texts : read once.
-    with_entities : also number the texts' entities, which are all in memory then.
-
-    Raises
-    ------
-    PoolError
-        A text is not a row of token ids (the message numbers it, from 0), or there are more groups or
-        tokens than a pool holds.
+    `with_entities` also numbers the texts' entities, which are all in memory then. Raises PoolError where a text is not
+    a row of token ids (the message numbers it, from 0), or there are more groups or tokens than a pool holds.
     """
     code_of: dict[str, int] = {}
     lengths, codes, entities = ([np.zeros(0, np.int32)] for _ in range(3))
@@ -263,14 +236,8 @@ def find_known_texts(
     Texts are told by their tokens. Where the two arrays have them in different sequences, a longest common subsequence
     is known (of equal texts the k-th is taken for the k-th), so that positions move by a monotone map.
 
-    Parameters
-    ----------
-    tokens, starts : the newer array and its separators.
-    old_tokens, old_starts : likewise of the older array.
-
-    Returns
-    -------
-    int32[number of older texts], the number that each older text has now, increasing where it is not -1: not known.
+    `starts` are the separators of each array. Returned is the number that each older text has now, int32[number of
+    older texts], increasing where it is not -1: not known.
     """
     num_bits = max(len(old_starts), len(starts)).bit_length()
     old_keys, keys = (_text_keys(*texts, num_bits) for texts in ((old_tokens, old_starts), (tokens, starts)))

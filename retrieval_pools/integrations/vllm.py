@@ -58,24 +58,14 @@ class ProposerSettings(BaseModel, frozen=True, extra="forbid"):
     """The file that LASERBATCH_DRAFTS names, a JSON object; its paths are relative to the file.
 
     A list of them is of several pools: a prompt is of the one whose routes know it, or of the first.
-
-    Parameters
-    ----------
-    pools : a workspace's `pools` folder.
-    side : "user" or "item".
-    version : of the pools; None: the current one.
-    routes : route table (`routing.route_table`); None: all texts count the same, and there are no previous ones.
-    step_cost : what steps of this engine cost, as `integrations.vllm_steps` measures it; None: everything that
-        is likely enough is drafted.
-    min_acceptance : tokens whose path is estimated less likely are not drafted.
     """
 
-    pools: Path
+    pools: Path  # a workspace's `pools` folder
     side: Literal["user", "item"]
-    version: str | None = None
-    routes: Path | None = None
-    step_cost: Path | None = None
-    min_acceptance: float = Field(default=0.05, ge=0, le=1)
+    version: str | None = None  # None: the current one
+    routes: Path | None = None  # `routing.route_table`; None: all texts count the same, and there are no previous ones
+    step_cost: Path | None = None  # as `vllm_steps` measures it; None: all that is likely enough is drafted
+    min_acceptance: float = Field(default=0.05, ge=0, le=1)  # tokens whose path is estimated less likely are left out
 
     @classmethod
     def read(cls) -> "tuple[ProposerSettings, ...]":

@@ -30,15 +30,8 @@ PROMPT_TOKENS, NUM_ROUNDS = 256, 15  # of a measurement: each round has a step o
 def speculative_config(model: Path | str, num_speculative_tokens: int = 8) -> dict[str, Any]:
     """vLLM's `speculative_config`, after a look at all that the proposer needs: before an engine loads a model.
 
-    Parameters
-    ----------
-    model : folder of the model, with its tokenizer.
-    num_speculative_tokens : the longest draft.
-
-    Raises
-    ------
-    PoolError
-        As `vllm.PoolProposer`, or this vLLM takes no proposers.
+    `model` is the folder of the model, with its tokenizer. Raises PoolError as `vllm.PoolProposer` does, or where this
+    vLLM takes no proposers.
     """
     try:
         spec = find_spec("vllm.v1.spec_decode.custom_class_proposer")
@@ -103,9 +96,7 @@ def measure_step_cost(
 ) -> None:
     """Time the steps of an engine, and write what `StepCost` reads. Of like steps the quickest counts.
 
-    Parameters
-    ----------
-    engine : arguments of `vllm.LLM`, those that the cost is going to be used with.
+    `engine` are arguments of `vllm.LLM`, those that the cost is going to be used with.
     """
     # The checker takes vllm.py of this folder for the engine.
     from vllm import LLM, SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
