@@ -61,23 +61,17 @@ def test_equal_arguments_give_equal_vectors_whatever_the_global_state_and_the_or
     users, items, _, _ = world
     first = train_lightgcn(_pairs(pa.array(users), pa.array(items)), seed=3)
     torch.manual_seed(99)
+    drawn_next = torch.rand(3)
+    torch.manual_seed(99)
     np.random.seed(99)
     order = np.random.default_rng(1).permutation(np.r_[np.arange(len(users)), np.arange(50)])  # shuffled, with repeats
     second = train_lightgcn(_pairs(pa.array(users[order]), pa.array(items[order])), seed=3)
+    assert torch.equal(torch.rand(3), drawn_next)  # training leaves the global state alone
     for side in ("user", "item"):
         assert first[side].ids == second[side].ids
         np.testing.assert_array_equal(first[side].vectors, second[side].vectors)
     other = train_lightgcn(_pairs(pa.array(users), pa.array(items)), seed=4)
     assert not np.array_equal(first["user"].vectors, other["user"].vectors)
-
-
-def test_training_leaves_the_global_random_state_alone(world):
-    users, items, _, _ = world
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    train_lightgcn(_pairs(pa.array(users), pa.array(items)), max_steps=2)
-    assert torch.equal(torch.rand(3), expected)
 
 
 def test_propagation_equals_the_dense_formula_and_its_gradient_is_the_propagated_gradient():
@@ -121,11 +115,10 @@ def test_one_interaction_is_enough_to_run():
     assert np.isfinite(trained["user"].vectors).all()
 
 
-@pytest.mark.parametrize("share", [0.5, 0.2])
-def test_users_beyond_the_training_are_folded_into_the_communities_of_the_others(world, share):
+def test_users_beyond_the_training_are_folded_into_the_communities_of_the_others(world):
     users, items, user_communities, item_communities = world
     pairs = _pairs(pa.array(users), pa.array(items))
-    trained = train_lightgcn(pairs, max_interactions=int(share * len(users)))
+    trained = train_lightgcn(pairs, max_interactions=len(users) // 5)
     assert trained["user"].ids.to_pylist() == sorted(set(users.tolist()))
     for embeddings, communities in ((trained["user"], user_communities), (trained["item"], item_communities)):
         groups = cluster_embeddings(embeddings.vectors, NUM_COMMUNITIES, seed=0)

@@ -177,10 +177,6 @@ def test_min_support_without_its_array_is_damaged(folder):
         Pool.open(folder)
 
 
-def test_the_empty_pool_has_nothing():
-    assert EMPTY_POOL.manifest.num_texts == 0
-
-
 def test_lengths_of_texts(folder):
     pool = Pool.open(folder, "t1")
     assert [pool.length_of(share) for share in (0.0, 0.5, 0.51, 1.0)] == [2, 2, 3, 3]

@@ -4,11 +4,8 @@ import sys
 
 import numpy as np
 import pytest
-from drafts import draft
 
 from laserbatch.retrieval_pools.index.arrays import make_resident, map_array
-from laserbatch.retrieval_pools.index.build import PoolText, build_pool
-from laserbatch.retrieval_pools.index.pool import Pool
 
 NUM_VALUES = 1 << 20
 
@@ -34,14 +31,3 @@ def test_pages_are_mapped_before_they_are_read(mapped):
 
 def test_what_is_larger_than_it_may_be_is_left_alone(mapped):
     assert not make_resident([mapped, np.arange(3)], mapped.nbytes - 1)
-
-
-def test_a_resident_pool_drafts_the_same(tmp_path):
-    texts = [np.array([1, 2, 3, 4], np.int32), np.array([1, 2, 5], np.int32)]
-    build_pool(map(PoolText, texts), tmp_path / "p", side="user", tokenizer_hash="t", model_id="m")
-    drafts = [
-        draft(Pool.open(tmp_path / "p", max_resident_bytes=most), np.array([1, 2], np.int32), 0)
-        for most in (0, 1 << 30)
-    ]
-    np.testing.assert_array_equal(drafts[0].token_ids, drafts[1].token_ids)
-    assert len(drafts[0])
