@@ -49,11 +49,7 @@ class Knowledge:
 
 
 def build_knowledge(
-    tables: EntityTables,
-    data: CtrData,
-    variants: Mapping[str, FeatureSet],
-    as_of: datetime.date,
-    settings: CtrSettings,
+    tables: EntityTables, data: CtrData, variants: Mapping[str, FeatureSet], as_of: datetime.date, settings: CtrSettings
 ) -> dict[str, Knowledge]:
     """Features of each variant, aligned with the entities and reduced by one basis.
 

@@ -162,10 +162,7 @@ def _state(
 
 
 def _restore(
-    tensors: dict[str, torch.Tensor],
-    model: nn.Module,
-    optimizers: list[torch.optim.Optimizer],
-    order: torch.Generator,
+    tensors: dict[str, torch.Tensor], model: nn.Module, optimizers: list[torch.optim.Optimizer], order: torch.Generator
 ) -> None:
     model.load_state_dict({name[8:]: value for name, value in tensors.items() if name.startswith("weights.")})
     for number, optimizer in enumerate(optimizers):

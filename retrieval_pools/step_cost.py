@@ -46,10 +46,7 @@ class StepCost(BaseModel, frozen=True, extra="forbid"):
         default=0.0, ge=0, allow_inf_nan=False, description="Tokens of each text and its prompt before a measured step."
     )
     seconds_per_context_token: float = Field(
-        default=0.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="Added to a step by each further one of a text.",
+        default=0.0, ge=0, allow_inf_nan=False, description="Added to a step by each further one of a text."
     )
     seconds_per_draft_context_token: float = Field(
         default=0.0,

@@ -30,10 +30,7 @@ def train(
         None, "--run", show_default="the published run", help="Run whose texts it learns from."
     ),
     num_texts: int = typer.Option(
-        NUM_TEXTS,
-        "--texts",
-        min=40,
-        help="Number of the newest texts, of that run and earlier ones, to learn from.",
+        NUM_TEXTS, "--texts", min=40, help="Number of the newest texts, of that run and earlier ones, to learn from."
     ),
     epochs: int = typer.Option(EPOCHS, min=1, help="Passes over these texts."),
     as_json: bool = JSON,

@@ -272,13 +272,7 @@ _FRONTIER = np.dtype(  # paths in the order in which they are drafted: those dra
     align=True,
 )
 SCRATCH = np.dtype(
-    [
-        ("lookup", _LOOKUP),
-        ("levels", _LEVELS),
-        ("candidates", _CANDIDATES),
-        ("runs", _RUNS),
-        ("frontier", _FRONTIER),
-    ],
+    [("lookup", _LOOKUP), ("levels", _LEVELS), ("candidates", _CANDIDATES), ("runs", _RUNS), ("frontier", _FRONTIER)],
     align=True,
 )
 Lookup, Levels, Candidates, Runs, Frontier = (
