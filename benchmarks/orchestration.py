@@ -289,9 +289,10 @@ def memory_mb(name: str) -> float:
 
 def train_one_step(interactions: pa.Table, seed: int, scratch: Path | None) -> dict:
     """Embeddings of one step; torch is loaded where a night would load it."""
-    from laserbatch.retrieval_pools.routing.lightgcn import train_lightgcn
+    from laserbatch.retrieval_pools.routing import lightgcn
 
-    return train_lightgcn(interactions, seed, max_steps=1, scratch=scratch)
+    lightgcn.MAX_STEPS = 1
+    return lightgcn.train_lightgcn(interactions, seed, scratch)
 
 
 def build_with_stand_in(function: Callable, rows_path: Path) -> Callable:

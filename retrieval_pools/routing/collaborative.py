@@ -82,7 +82,7 @@ def train_embeddings(interactions: pa.Table, seed: int, scratch: Path | None = N
     """LightGCN vectors of both sides ("user", "item"), for every id in `interactions`; `scratch` as `Router.fit`'s."""
     from laserbatch.retrieval_pools.routing.lightgcn import train_lightgcn  # a loaded router must route without torch
 
-    return train_lightgcn(interactions, seed, scratch=scratch)
+    return train_lightgcn(interactions, seed, scratch)
 
 
 def default_num_groups(num_entities: int) -> int:

@@ -33,18 +33,12 @@ FOLDED_AT_ONCE = 1_000_000  # interactions
 _LOWER = 2**32 - 1  # bits of a key that hold its second number
 
 
-def train_lightgcn(
-    interactions: pa.Table,
-    seed: int = 0,
-    max_steps: int = MAX_STEPS,
-    max_interactions: int = MAX_INTERACTIONS,
-    scratch: Path | None = None,
-) -> dict[str, EntityEmbeddings]:
+def train_lightgcn(interactions: pa.Table, seed: int = 0, scratch: Path | None = None) -> dict[str, EntityEmbeddings]:
     """Vectors of every id that occurs, by side ("user", "item"), ids in ascending order: float32 (num_ids, DIM).
 
     Training is on implicit feedback: a pair of `user_id` and `item_id` (string or int64, no nulls) that occurs, however
     often and in whatever order, is one edge. `seed` is of the initial embeddings and of the negative samples. Of more
-    than `max_interactions` rows, or `MAX_NODES` users, those of a share of the users are trained on, also drawn by
+    than `MAX_INTERACTIONS` rows, or `MAX_NODES` users, those of a share of the users are trained on, also drawn by
     `seed`, and of more than `MAX_NODES` items those with the most interactions. The other users, and items that none of
     the drawn users has, are then folded in. What grows with interactions and entities lies in files without a name in
     the folder `scratch`; None: in memory.
@@ -55,14 +49,14 @@ def train_lightgcn(
     if num_users == 0:
         empty = np.empty((0, DIM), np.float32)
         return {"user": EntityEmbeddings(users, empty), "item": EntityEmbeddings(items, empty)}
-    share = min(max_interactions / len(user_index), MAX_NODES / num_users)
+    share = min(MAX_INTERACTIONS / len(user_index), MAX_NODES / num_users)
     has_user = np.ones(num_users, bool) if share >= 1 else np.random.default_rng(seed).random(num_users) < share
     has_user[0] |= not has_user.any()
     has_item = np.ones(num_items, bool)
     if num_items > MAX_NODES:
         has_item[np.argsort(-count_codes(item_index, num_items), kind="stable")[MAX_NODES:]] = False
     graph = _Graph.of(user_index, item_index, has_user, has_item)
-    layer_0 = _trained(graph, seed, max_steps)
+    layer_0 = _trained(graph, seed)
     if has_user.all() and has_item.all():
         vectors = propagate(graph.adjacency, layer_0, NUM_LAYERS).numpy()
         of_users, of_items = vectors[:num_users], vectors[num_users:]
@@ -104,14 +98,14 @@ def _distinct_pairs(
     )
 
 
-def _trained(graph: _Graph, seed: int, max_steps: int) -> torch.Tensor:
+def _trained(graph: _Graph, seed: int) -> torch.Tensor:
     """Embeddings of layer 0, users first: float32 (num_users + num_items, DIM)."""
     num_nodes, num_pairs = graph.num_users + graph.num_items, len(graph.users)
     generator = torch.Generator().manual_seed(seed)
     layer_0 = torch.randn(num_nodes, DIM, generator=generator) * 0.1
     optimizer = torch.optim.Adam([layer_0], lr=LEARNING_RATE, fused=True)  # without copies of what it reads
     losses: list[float] = []  # BPR, of each step
-    while len(losses) < max_steps and not _on_plateau(losses):
+    while len(losses) < MAX_STEPS and not _on_plateau(losses):
         batch = slice(None)
         if num_pairs > MAX_PAIRS_PER_STEP:
             batch = torch.randint(num_pairs, (MAX_PAIRS_PER_STEP,), generator=generator)

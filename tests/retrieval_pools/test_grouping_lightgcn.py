@@ -51,7 +51,8 @@ def test_losses_fall_and_training_stops_at_the_plateau(world, monkeypatch):
     users, items, _, _ = world
     seen, is_over = [], lightgcn._on_plateau
     monkeypatch.setattr(lightgcn, "_on_plateau", lambda losses: seen.append(losses) or is_over(losses))
-    train_lightgcn(_pairs(pa.array(users), pa.array(items)), max_steps=500)
+    monkeypatch.setattr(lightgcn, "MAX_STEPS", 500)
+    train_lightgcn(_pairs(pa.array(users), pa.array(items)))
     losses = seen[-1]
     assert losses[-1] < 0.75 * losses[0]
     assert len(losses) < 500
@@ -115,10 +116,10 @@ def test_one_interaction_is_enough_to_run():
     assert np.isfinite(trained["user"].vectors).all()
 
 
-def test_users_beyond_the_training_are_folded_into_the_communities_of_the_others(world):
+def test_users_beyond_the_training_are_folded_into_the_communities_of_the_others(world, monkeypatch):
     users, items, user_communities, item_communities = world
-    pairs = _pairs(pa.array(users), pa.array(items))
-    trained = train_lightgcn(pairs, max_interactions=len(users) // 5)
+    monkeypatch.setattr(lightgcn, "MAX_INTERACTIONS", len(users) // 5)
+    trained = train_lightgcn(_pairs(pa.array(users), pa.array(items)))
     assert trained["user"].ids.to_pylist() == sorted(set(users.tolist()))
     for embeddings, communities in ((trained["user"], user_communities), (trained["item"], item_communities)):
         groups = cluster_embeddings(embeddings.vectors, NUM_COMMUNITIES, seed=0)
