@@ -1,6 +1,6 @@
 """Lookahead decoding (Fu et al., ICML 2024): the target itself guesses the drafts, without texts or draft models.
 
-Beside the draft, a step computes a window: guesses of `ngram` - 1 earlier steps at `width` places ahead. The oldest are
+Beside the draft, a step computes a window: guesses of NGRAM - 1 earlier steps at WIDTH places ahead. The oldest are
 a chain below the root, and each later guess hangs below the one a place before it (section 3.1, Figure 2), so the
 window is a tree like any draft. The target's choice after the last guess of a column completes an n-gram; n-grams that
 begin with the last token of a text are its drafts (section 3.2).
@@ -15,41 +15,40 @@ from laserbatch.pipeline.decoding.sequence import DecodingSequence
 from laserbatch.pipeline.decoding.token_tree import ROOT, TokenTree
 from laserbatch.retrieval_pools.sources import SOURCE_LOOKAHEAD
 
+WIDTH, NGRAM = 4, 4
+MAX_NGRAMS = 4  # that begin with the same token: the newest
 LOG_ACCEPTANCE = np.log(0.6)  # of the next token of an n-gram, as measured on sample profiles
 
 
 class _Guesses:
-    """The window of one text, int32 (ngram - 1, width), oldest row first, and its n-grams by their first token."""
+    """The window of one text, int32 (NGRAM - 1, WIDTH), oldest row first, and its n-grams by their first token."""
 
-    def __init__(self, sequence: DecodingSequence, width: int, ngram: int) -> None:
-        context = sequence.context
-        self.window = np.resize(context[-width * (ngram - 1) :], (ngram - 1, width)).astype(np.int32)
+    def __init__(self, sequence: DecodingSequence) -> None:
+        self.window = np.resize(sequence.context[-WIDTH * (NGRAM - 1) :], (NGRAM - 1, WIDTH)).astype(np.int32)
         self.ngrams: defaultdict[int, OrderedDict[tuple[int, ...], None]] = defaultdict(OrderedDict)
 
-    def remember(self, ngram: tuple[int, ...], most: int) -> None:
-        """Add an n-gram as the newest with its first token, and keep the `most` newest of those."""
+    def remember(self, ngram: tuple[int, ...]) -> None:
+        """Add an n-gram as the newest with its first token, and keep the newest of those."""
         newest = self.ngrams[ngram[0]]
         newest.pop(ngram[1:], None)
         newest[ngram[1:]] = None
-        while len(newest) > most:
+        while len(newest) > MAX_NGRAMS:
             newest.popitem(last=False)
 
 
 class LookaheadDrafter(Drafter):
-    """Guesses at `width` places; drafts the newest `most` n-grams of `ngram` tokens with the same first token."""
+    """Guesses at WIDTH places; drafts the newest n-grams of NGRAM tokens with the same first token."""
 
     observes = "decode"
 
-    def __init__(self, width: int = 4, ngram: int = 4, most: int = 4) -> None:
-        self._width, self._ngram, self._most = width, ngram, most
+    def __init__(self) -> None:
         self._guesses: dict[DecodingSequence, _Guesses] = {}
 
     def draft(self, sequence: DecodingSequence) -> TokenTree:
         guesses = self._guesses.get(sequence)
         if guesses is None:
-            guesses = self._guesses[sequence] = _Guesses(sequence, self._width, self._ngram)
-        width, num_rows = self._width, self._ngram - 1
-        tokens, parents = guesses.window.ravel().tolist(), [*range(-1, width - 1), *range(width * (num_rows - 1))]
+            guesses = self._guesses[sequence] = _Guesses(sequence)
+        tokens, parents = guesses.window.ravel().tolist(), [*range(-1, WIDTH - 1), *range(WIDTH * (NGRAM - 2))]
         acceptance = [0.0] * len(tokens)  # they are computed to see what follows
         for ngram in reversed(guesses.ngrams.get(int(sequence.context[-1]), ())):
             for depth, token in enumerate(ngram):
@@ -74,7 +73,7 @@ class LookaheadDrafter(Drafter):
         chosen = observation.rows.of(np.array([row for _, _, row in looked_up])).argmax(-1).tolist()
         new = {guesses: guesses.window[-1].copy() for guesses, _, _ in looked_up}
         for (guesses, column, _), token in zip(looked_up, chosen, strict=True):
-            guesses.remember((*guesses.window[:, column].tolist(), token), self._most)
+            guesses.remember((*guesses.window[:, column].tolist(), token))
             new[guesses][column] = token
         for guesses, row in new.items():
             guesses.window = np.vstack((guesses.window[1:], row))

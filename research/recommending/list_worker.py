@@ -99,16 +99,14 @@ class ListWorker:
             drafter = ModelBeams(trees_of(self._small), self._trie, len(rows), max(budget, size))
         elif budget:
             drafter = ListedItems([list(map(tuple, codes[row.drafts].tolist())) for row in rows], self._trie, budget)
-        left_out = None if self._spec.options.list_again else [self._had(row) for row in rows]
+        left_out = None
+        if not self._spec.options.list_again:  # who has had nearly all other items gets a shorter list
+            left_out = [self._trie.emptied_by(codes[np.unique(row.history)]) for row in rows]
         results = search(trees, self._trie, len(rows), size, drafter, left_out)
         self._num_forwards += trees.num_forwards
         self._costliest_step_s = max(self._costliest_step_s, time.perf_counter() - start_s)
         self._num_lists += len(rows)
         return results
-
-    def _had(self, row: ListRow) -> list[np.ndarray]:
-        """The nodes to leave out for the user's own items; with few other items the list is shorter."""
-        return self._trie.emptied_by(self._catalogue.codes[np.unique(row.history)])
 
 
 def tried_seconds(batches: Sequence[Any], num_items: int, run: Callable[[Any, int], object]) -> dict[int, float]:
