@@ -136,23 +136,18 @@ class Basis:
         """Vectors float32 (num_entities, reduced_dim); rows of zeros stay zeros. Raises CtrError on another width."""
         reduced = {}
         for side, of_side in sides.items():
-            num_codes = getattr(self, f"num_{side}_codes")
+            mean, num_codes = getattr(self, f"{side}_mean"), getattr(self, f"num_{side}_codes")
+            if (width := of_side.vectors.shape[1]) != len(mean):
+                raise CtrError(
+                    f"{side} features have vectors of width {width}, the basis they are reduced by is of width "
+                    f"{len(mean)}: they are of another encoder; encode the run again with the same one"
+                )
             has_vector = (of_side.vectors != 0).any(axis=1)
             vectors = np.zeros((len(has_vector), self.directions.shape[1]), np.float32)
-            vectors[has_vector] = self.project(of_side.vectors[has_vector], side)
+            vectors[has_vector] = (of_side.vectors[has_vector] - mean) @ self.directions
             codes = np.where(of_side.codes < num_codes, of_side.codes, 0)
             reduced[side] = dataclasses.replace(of_side, vectors=vectors, codes=codes, num_codes=num_codes)
         return reduced
-
-    def project(self, vectors: np.ndarray, side: str) -> np.ndarray:
-        """Coordinates, float32 (n, reduced_dim), of a side's vectors. Raises CtrError on another width."""
-        mean = getattr(self, f"{side}_mean")
-        if vectors.shape[1] != len(mean):
-            raise CtrError(
-                f"{side} features have vectors of width {vectors.shape[1]}, the basis they are reduced by is of width "
-                f"{len(mean)}: they are of another encoder; encode the run again with the same one"
-            )
-        return ((vectors - mean) @ self.directions).astype(np.float32)
 
 
 def fit_basis(variants: dict[str, dict[str, SideVectors]], is_trained: dict[str, np.ndarray], max_dim: int) -> Basis:

@@ -6,7 +6,7 @@ own settings; the rows, the models and the seeds are those of all, so that every
 """
 
 import datetime
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 
@@ -89,7 +89,7 @@ def train_ways(
 def num_trainings(ways: Mapping[str, Way]) -> int:
     """How many `train_ways` makes."""
     settings = next(iter(ways.values())).settings
-    return (len(ways) + len(list(_alike_without_texts(ways)))) * len(settings.models) * settings.num_seeds
+    return (len(ways) + len(_alike_without_texts(ways))) * len(settings.models) * settings.num_seeds
 
 
 def require_same_judgement(settings: Mapping[str, CtrOptions]) -> None:
@@ -103,9 +103,9 @@ def require_same_judgement(settings: Mapping[str, CtrOptions]) -> None:
         raise CtrError("ctr.history is split for some, which trains on other rows; set one for all, or give --history")
 
 
-def _alike_without_texts(ways: Mapping[str, Way]) -> Iterator[list[str]]:
+def _alike_without_texts(ways: Mapping[str, Way]) -> list[list[str]]:
     """Names of ways in groups whose models without texts are the same."""
     groups: dict[str, list[str]] = {}
     for name, way in ways.items():
         groups.setdefault(way.settings.model_dump_json(exclude=USE_OF_TEXTS), []).append(name)
-    yield from groups.values()
+    return list(groups.values())
