@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from laserbatch.pipeline.errors import ConfigError
-from laserbatch.pipeline.tables.csv_faults import kind_of_bytes
+from laserbatch.pipeline.tables.csv_files import kind_of_bytes
 
 HEADER = "user_id"
 _DELIMITERS = "\t,;"

@@ -1,45 +1,56 @@
-"""CSV files of any format, read as text in batches; what is in doubt is counted, shown or refused (`csv_faults.py`)."""
+"""CSV files of any format, read as text in batches; what is in doubt is counted, shown or refused.
 
+Arrow reads some faults without a word, or refuses them without naming the place: quotes, encodings, zero bytes.
+"""
+
+import codecs
+import csv
+import io
+import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 
 from laserbatch.pipeline.errors import TableError
-from laserbatch.pipeline.tables.csv_faults import (
-    Doubts,
-    encoding_doubt,
-    encoding_fault,
-    open_lines,
-    python_reader,
-    quote_fault,
-)
 from laserbatch.pipeline.tables.settings import FileFormat, SourceFiles
+
+CHUNK_BYTES = 1 << 24
+_MARKS = (
+    (b"PK\x03\x04", "a spreadsheet (.xlsx, .ods) or a zip archive"), (b"\xd0\xcf\x11\xe0", "a spreadsheet (.xls)"),
+    (b"\x1f\x8b", "compressed by gzip, so that its name has to end in .gz"), (b"PAR1", "Parquet, as its name must say"),
+    (b"SQLite f", "a database of SQLite"), (b"ORC", "ORC"), (b"Obj\x01", "Avro"),
+)  # fmt: skip
+_DATABASE_NULLS = ["\\N", "NULL"]
+_SHOWN = 60  # characters of a value
 
 
 def read_csv(path: Path, files: SourceFiles, note: Callable[[str], object]) -> Iterator[pa.RecordBatch]:
     """A CSV as text columns: nothing is guessed, so the zip code 01234 stays one."""
     form = files.csv_format(path)
-    delimiter = form.delimiter
     converted = None
-    if len(delimiter) > 1:  # MovieLens' `::`
+    if len(form.delimiter) > 1:  # MovieLens' `::`
         with pa.input_stream(str(path)) as raw:
-            converted = pa.py_buffer(raw.read().replace(delimiter.encode(form.encoding), b"\x1f"))
-        delimiter = "\x1f"
+            converted = pa.py_buffer(raw.read().replace(form.delimiter.encode(form.encoding), b"\x1f"))
+        form = replace(form, delimiter="\x1f")
 
     def opened() -> pa.NativeFile:
         return pa.input_stream(str(path)) if converted is None else pa.BufferReader(converted)
 
-    form = replace(form, delimiter=delimiter)
     names = files.column_names
     if names is None:
-        with open_lines(opened(), form.encoding) as lines:
-            names = next(filter(None, python_reader(lines, form)), [])  # Arrow too passes empty lines over
+        with _open_lines(opened(), form.encoding) as lines:
+            names = next(filter(None, _python_reader(lines, form)), [])  # Arrow too passes empty lines over
     read = pacsv.ReadOptions(encoding=form.encoding, column_names=files.column_names)
     parse = pacsv.ParseOptions(
-        delimiter=delimiter,
+        delimiter=form.delimiter,
         quote_char=form.quote or False,
         escape_char=form.escape or False,
         newlines_in_values=bool(form.quote or form.escape),
@@ -47,10 +58,10 @@ def read_csv(path: Path, files: SourceFiles, note: Callable[[str], object]) -> I
     text = pacsv.ConvertOptions(
         column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=True, null_values=["", *form.null_values]
     )
-    doubts, num_rows = Doubts(path, form), 0
+    doubts, num_rows = _Doubts(path, form), 0
 
     def tell(*more: str | None) -> None:
-        for doubt in filter(None, (*doubts.notes(), encoding_doubt(path, form.encoding), *more)):
+        for doubt in filter(None, (*doubts.notes(), _encoding_doubt(path, form.encoding), *more)):
             note(doubt)
 
     try:
@@ -66,15 +77,244 @@ def read_csv(path: Path, files: SourceFiles, note: Callable[[str], object]) -> I
                 pass
         raise
     except GeneratorExit:  # who looks at the first rows alone is told of what those leave in doubt
-        tell(form.quote and quote_fault(path, form))
+        tell(form.quote and _quote_fault(path, form))
         raise
     tell()
-    if form.quote and (fault := quote_fault(path, form, is_sure=doubts.over_lines.num > 0)):
+    if form.quote and (fault := _quote_fault(path, form, is_sure=doubts.over_lines.num > 0)):
         raise TableError(fault)
 
 
 def csv_fault(path: Path, form: FileFormat, error: Exception) -> str | None:
     """Why a CSV cannot be read, where its encoding or its quotes say so."""
     if isinstance(error, UnicodeDecodeError) or "UTF8" in str(error):
-        return encoding_fault(path, form.encoding)
-    return quote_fault(path, form) if form.quote and not isinstance(error, OSError) else None
+        return _encoding_fault(path, form.encoding)
+    return _quote_fault(path, form) if form.quote and not isinstance(error, OSError) else None
+
+
+@dataclass
+class _Doubt:
+    """How many fields of a file look like something, and the first of them."""
+
+    num: int = 0
+    first: tuple[str, int, str] = ("", 0, "")  # column, row, value
+
+    def add(self, name: str, first_row: int, column: pa.Array, is_match: pa.Array) -> None:
+        """Count the fields of a column that are marked."""
+        is_match = pc.fill_null(is_match, False)
+        if is_match.true_count:
+            row = pc.index(is_match, True).as_py()
+            if not self.num or first_row + row < self.first[1]:
+                self.first = (name, first_row + row, column[row].as_py())
+            self.num += is_match.true_count
+
+    def shown(self, what: str) -> str:
+        """How many there are of what, where the first one is, and how it begins."""
+        name, row, value = self.first
+        value = f"{value[:_SHOWN]!r}{' ...' * (len(value) > _SHOWN)}"
+        plural = what.replace("field", "fields", 1) if self.num > 1 else what
+        return f"{self.num:,} {plural}, first in column {name}, row {row}: {value}"
+
+
+@dataclass
+class _Doubts:
+    """What the quotes of a file that is being read leave in doubt."""
+
+    path: Path
+    form: FileFormat
+    over_lines: _Doubt = field(default_factory=_Doubt)
+    kept_quotes: _Doubt = field(default_factory=_Doubt)
+    single_quotes: _Doubt = field(default_factory=_Doubt)  # around all values of a column
+    nulls: _Doubt = field(default_factory=_Doubt)  # what databases write for nothing, read as text
+
+    def add(self, rows: pa.RecordBatch, first_row: int) -> None:
+        """Look at some rows.
+
+        Raises TableError where a name or a value holds a zero byte, or a row repeats the header.
+        """
+        is_header = _is_header(rows)
+        if is_header.true_count:
+            row = first_row + pc.index(is_header, True).as_py()
+            raise TableError(
+                f"{self.path}, row {row}: the row repeats the names of the columns, as where files were joined, or as "
+                "a header does where the mapping sets `column_names`. Take it out, or leave out `column_names`."
+            )
+        for name, column in zip(rows.schema.names, rows.columns, strict=True):
+            text_bytes = column.buffers()[2]  # of strings; most batches have nothing to look for, as their bytes say
+            text_bytes = b"" if text_bytes is None else text_bytes.to_pybytes()
+            if b"\0" in text_bytes or "\0" in name:
+                zeros = _Doubt()
+                zeros.add(name, first_row, column, pc.match_substring(column, "\0"))
+                if zeros.num or "\0" in name:
+                    raise TableError(_no_text(self.path, f"column {name!r}, row {zeros.first[1]}"))
+            self.nulls.add(name, first_row, column, pc.is_in(column, pa.array(_DATABASE_NULLS)))
+            if self.form.quote:
+                if b"\n" in text_bytes or b"\r" in text_bytes:
+                    self.over_lines.add(name, first_row, column, pc.match_substring_regex(column, r"[\r\n]"))
+                if (
+                    rows.num_rows > 1
+                    and pc.all(pc.and_(pc.starts_with(column, "'"), pc.ends_with(column, "'"))).as_py()
+                ):
+                    self.single_quotes.add(name, first_row, column, pc.is_valid(column))
+                if pc.any(pc.or_(pc.starts_with(column, " "), pc.starts_with(column, "\t"))).as_py():
+                    quote = f"\\x{ord(self.form.quote):02x}"
+                    pattern = rf"(?s)^[ \t]+{quote}.*{quote}[ \t]*$"
+                    self.kept_quotes.add(name, first_row, column, pc.match_substring_regex(column, pattern))
+            elif len(self.form.delimiter) == 1 and self.form.delimiter != "\x1f":
+                self.kept_quotes.add(name, first_row, column, pc.match_substring_regex(column, r'(?s)^".*"$'))
+
+    def notes(self) -> Iterator[str]:
+        """A sentence for each kind of doubt."""
+        nulls = f"`csv: {{null_values: {json.dumps(_DATABASE_NULLS)}}}`"
+        kept, advice = "field in quotes, which were kept as text", "set `csv: {quote: '\"'}` in the mapping."
+        if self.form.quote:
+            kept = "field in quotes behind a blank, which were kept as text"
+            advice = "export the file without blanks behind delimiters."
+        for doubt, what, what_then in (
+            (self.nulls, "field kept as text", f"If they mean that nothing is known, set {nulls} in the mapping."),
+            (self.single_quotes, "field in single quotes, kept as text",
+             'If the quotes enclose fields, set `csv: {quote: "\'"}` in the mapping.'),
+            (self.over_lines, "quoted field over several lines",
+             "If quotes are plain text in this file, set `csv: {quote: null}` in the mapping."),
+            (self.kept_quotes, kept, f"If the quotes enclose fields, {advice}"),
+        ):  # fmt: skip
+            if doubt.num:
+                yield f"{self.path}: {doubt.shown(what)}. {what_then}"
+
+
+def _is_header(rows: pa.RecordBatch) -> pa.Array:
+    """Whether each row holds nothing but the names of the columns: bool[n]."""
+    is_header = pa.array(np.full(rows.num_rows, rows.num_columns > 1))
+    for name, column in zip(rows.schema.names, rows.columns, strict=True):
+        is_header = pc.and_(is_header, pc.fill_null(pc.equal(column, name), not name))
+        if not is_header.true_count:
+            break
+    return is_header
+
+
+def _no_text(path: Path, place: str) -> str:
+    """What is said of a file of another kind, of UTF-16 that is read as something else, or of a damaged file."""
+    with pa.input_stream(str(path)) as raw:
+        start = raw.read(1024)
+    if (kind := kind_of_bytes(start)) is not None:
+        return f"{path} is no text, but {kind}. Export it as CSV or Parquet."
+    odd, even = start[1::2].count(0), start[::2].count(0)
+    if max(odd, even) > len(start) // 4:
+        encoding = _marked_encoding(start) or ("utf-16-le" if odd > even else "utf-16-be")
+        return f"{path} looks like UTF-16; set `csv: {{encoding: {encoding}}}` in the mapping."
+    return f"{path}, {place}: the text holds a zero byte. Take it out, or export the file again."
+
+
+def kind_of_bytes(start: bytes) -> str | None:
+    """What a file is that begins with some bytes, if it is a known one that is no text."""
+    return next((kind for mark, kind in _MARKS if start.startswith(mark)), None)
+
+
+def _marked_encoding(start: bytes) -> str | None:
+    return "utf-16" if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else None
+
+
+def _encoding_fault(path: Path, encoding: str) -> str | None:
+    """Where a file is not of an encoding, and what to do; None if it is."""
+    decoder, line, start = codecs.getincrementaldecoder(encoding)(), 1, b""
+    try:
+        with pa.input_stream(str(path)) as raw:
+            while chunk := raw.read(CHUNK_BYTES):
+                start = start or chunk[:8]
+                line += decoder.decode(chunk).count("\n")
+        decoder.decode(b"", final=True)
+        return None
+    except UnicodeDecodeError as error:
+        line += error.object[: error.start].count(b"\n")
+        excerpt = error.object[max(0, error.start - 20) : error.end + 20]
+    marked = _marked_encoding(start)
+    if kind_of_bytes(start) is not None or (b"\0" in excerpt and marked is None):
+        return _no_text(path, f"line {line}")
+    suggested = marked or "cp1252"
+    advice = f"Set `csv: {{encoding: {suggested}}}` in the mapping"
+    advice += "" if suggested == "utf-16" else ", or whichever encoding it was written in (latin-1, gb18030, ...)"
+    return f"{path}, line {line}: {excerpt!r} is not {encoding}. {advice}."
+
+
+def _encoding_doubt(path: Path, encoding: str) -> str | None:
+    """What is said of a file that is sound UTF-8 beyond ASCII, but is read as another encoding."""
+    if codecs.lookup(encoding).name.startswith("utf"):
+        return None
+    try:
+        with _open_lines(pa.input_stream(str(path)), "utf-8") as lines:
+            is_ascii = all([text.isascii() for text in iter(partial(lines.read, CHUNK_BYTES), "")])
+    except UnicodeDecodeError:
+        return None
+    return None if is_ascii else (
+        f"{path} is read as {encoding}, but is UTF-8 from its first to its last byte; take `encoding` out of the "
+        "mapping if its letters come out wrong"
+    )  # fmt: skip
+
+
+def _quote_fault(path: Path, form: FileFormat, is_sure: bool = False) -> str | None:
+    """Where a field goes on after its closing quote, or a quote is never closed: Arrow reads both.
+
+    The quote before it was probably plain text. Unless it `is_sure` that a strict reader has to look, which is slow,
+    the bytes beside quotes say whether it does.
+    """
+    if not (is_sure or _has_text_beside_quotes(path, form)):
+        return None
+    limit = csv.field_size_limit(2**31 - 1)
+    try:
+        with _open_lines(pa.input_stream(str(path)), form.encoding) as lines:
+            reader, before = _python_reader(lines, form), 0
+            try:
+                for _ in reader:
+                    before = reader.line_num
+                return None
+            except csv.Error as error:
+                reason = str(error)
+    finally:
+        csv.field_size_limit(limit)
+    with _open_lines(pa.input_stream(str(path)), form.encoding) as lines:
+        line = next(islice(lines, before, None), "").rstrip("\r\n")
+    place = f"{path}, line {before + 1}: {line[:_SHOWN]!r}{' ...' * (len(line) > _SHOWN)}"
+    if "unexpected end" in reason:
+        return (
+            f"{place}: a quote is never closed, so the rows behind it are part of the field. Close it, or double it "
+            "where it is meant; if quotes are plain text in this file, set `csv: {quote: null}` in the mapping."
+        )
+    advice = "if quotes are plain text in this file, set `csv: {quote: null}`"
+    if f"\\{form.quote}" in line and not form.escape:
+        advice = 'where a backslash stands before quotes, set `csv: {escape: "\\\\"}`'
+    return (
+        f"{place}: a field in quotes goes on after its closing quote ({reason}). Double each quote that is part of a "
+        f"text; or, {advice} in the mapping."
+    )
+
+
+def _has_text_beside_quotes(path: Path, form: FileFormat) -> bool:
+    """Whether a quote has neither a delimiter nor a line's end beside it, nor a quote behind it."""
+    if "A\n".encode(form.encoding) != b"A\n":
+        return True  # bytes are no characters
+    assert form.quote is not None
+    ends = list(form.delimiter.encode(form.encoding) + b"\r\n")
+    with pa.input_stream(str(path)) as raw:
+        previous = b"\n"
+        while chunk := raw.read(CHUNK_BYTES):
+            text = np.frombuffer(previous + chunk, np.uint8)
+            places = np.flatnonzero(text[1:-1] == ord(form.quote)) + 1
+            is_within = ~np.isin(text[places - 1], ends) & ~np.isin(text[places + 1], [*ends, ord(form.quote)])
+            if is_within.any():
+                return True
+            previous = text[-2:].tobytes()
+    return False
+
+
+def _open_lines(raw: pa.NativeFile, encoding: str) -> io.TextIOWrapper:
+    """A file as text, with its line ends as they are."""
+    if codecs.lookup(encoding).name == "utf-8":
+        encoding = "utf-8-sig"  # what Excel writes begins with a mark that is part of no name
+    return io.TextIOWrapper(raw, encoding=encoding, newline="")
+
+
+def _python_reader(lines: io.TextIOWrapper, form: FileFormat) -> Any:
+    """Python's reader of the same format, which is slow, and strict about quotes."""
+    quoting = csv.QUOTE_MINIMAL if form.quote else csv.QUOTE_NONE
+    return csv.reader(
+        lines, delimiter=form.delimiter, quotechar=form.quote, escapechar=form.escape, quoting=quoting, strict=True
+    )

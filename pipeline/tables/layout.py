@@ -14,8 +14,7 @@ from urllib.parse import unquote
 
 from laserbatch.pipeline.tables.fetched import shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding
-from laserbatch.pipeline.tables.saved_dataset import DATASET_DICT
-from laserbatch.pipeline.tables.versioned import current_rows, format_of, versions_refused
+from laserbatch.pipeline.tables.versioned import DATASET_DICT, current_rows, format_of, versions_refused
 
 NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 MAX_NAMED = 10

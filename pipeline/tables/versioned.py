@@ -1,18 +1,22 @@
 """Tables of Delta Lake and Apache Iceberg, read at their current version by the libraries of these formats.
 
-A folder of such a table holds the files of several versions, and only its log says which rows are there now; of a
-dataset that Hugging Face's `datasets` saved, `state.json` does (`saved_dataset.py`). The current rows are written to a
-Parquet file in the temporary folder of the machine (TMPDIR), once a version and process, and read from there; it goes
-when the process ends. Other formats that keep several versions are known by name alone.
+A folder of such a table holds the files of several versions, and only its log says which rows are there now. The
+current rows are written to a Parquet file in the temporary folder of the machine (TMPDIR), once a version and process,
+and read from there; it goes when the process ends. Other formats that keep several versions are known by name alone.
+
+Folders that `Dataset.save_to_disk` of Hugging Face's `datasets` wrote are read likewise, with pyarrow: `state.json`
+names the files that count, streams of Arrow record batches. A `DatasetDict` is a folder of such, one for each split.
 """
 
 import hashlib
+import json
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -21,8 +25,10 @@ from laserbatch.pipeline.errors import first_line
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.tables.fetched import scratch_for, shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding
-from laserbatch.pipeline.tables.saved_dataset import DATASET, DATASET_DICT, STATE, saved_files, saved_format, saved_rows
 
+DATASET, DATASET_DICT = "Hugging Face", "DatasetDict"
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _METADATA = re.compile(r"v?(\d+)(-[^.]*)?(\.gz)?\.metadata\.json(\.gz)?")
 _HIVE_TRANSACTION = re.compile(r"(base|delta|delete_delta)_\d{7,}(_.*)?")
 _WRITTEN: dict[tuple[Path, str, str], Path] = {}  # folder, identity and version of a table -> its rows
@@ -50,8 +56,10 @@ def format_of(folder: Path) -> str | None:
         "Paimon": {"snapshot", "manifest", "schema"} <= inside,
         "Lance": "_versions" in inside,
         "transactional Hive": any(map(_HIVE_TRANSACTION.fullmatch, inside)),
+        DATASET: {_STATE, "dataset_info.json"} <= inside,
+        DATASET_DICT: _SPLITS in inside,
     }
-    return next((kind for kind, is_kind in is_of.items() if is_kind), None) or saved_format(inside)
+    return next((kind for kind, is_kind in is_of.items() if is_kind), None)
 
 
 def current_rows(folder: Path, table: str) -> Path:
@@ -125,11 +133,52 @@ def _delta(folder: Path) -> _Version:
 
 
 def _saved(folder: Path, table: str) -> _Version:
-    paths = saved_files(folder, table)
+    paths = _saved_files(folder, table)
     stats = [path.stat() for path in paths]
     table_id = " ".join(f"{stat.st_size} {stat.st_mtime_ns}" for stat in stats)
-    name = hashlib.sha256((folder / STATE).read_bytes()).hexdigest()[:16]
+    name = hashlib.sha256((folder / _STATE).read_bytes()).hexdigest()[:16]
     return _Version(f"state-{name}", table_id, lambda: saved_rows(paths))
+
+
+def _saved_files(folder: Path, table: str) -> list[Path]:
+    """The files of a saved dataset that count, in its order. Raises ValueError where one is damaged."""
+    if (folder / _SPLITS).is_file():
+        splits = [path.parent.name for path in sorted(folder.glob(f"*/{_STATE}"))]
+        found = f"holds the splits {', '.join(splits) or 'of none'}"
+        raise _dataset_refused(
+            folder, table, found, f"give the folder of one split, such as {(splits or ['train'])[0]}"
+        )
+    state: dict[str, Any] = json.loads((folder / _STATE).read_bytes())
+    if state.get("_indices_files") or state.get("_indices_data_files"):
+        found = "is a selection of rows, whose indices lie in a file of their own"
+        raise _dataset_refused(folder, table, found, "call `flatten_indices()` before `save_to_disk`")
+    paths = [folder / Path(file["filename"]).name for file in state["_data_files"]]
+    if not paths:
+        raise ValueError(f"{_STATE} names no files")
+    for path in paths:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - len(_END_OF_STREAM)))
+            if file.read() != _END_OF_STREAM:  # Arrow reads a stream without it as if it were whole
+                raise ValueError(f"{path.name} does not end as a stream of Arrow record batches does")
+    return paths
+
+
+def saved_rows(paths: list[Path]) -> pa.RecordBatchReader:
+    """The rows of files of Arrow record batches, which are mapped, and read as they are asked for."""
+    with pa.memory_map(str(paths[0])) as file:
+        schema = pa.ipc.open_stream(file).schema
+    return pa.RecordBatchReader.from_batches(schema, _saved_batches(paths))
+
+
+def _saved_batches(paths: list[Path]) -> Iterator[pa.RecordBatch]:
+    for path in paths:
+        with pa.memory_map(str(path)) as file:
+            yield from pa.ipc.open_stream(file)
+
+
+def _dataset_refused(folder: Path, table: str, found: str, advice: str) -> FaultyTable:
+    expected = "one dataset that `Dataset.save_to_disk` wrote with all of its rows"
+    return FaultyTable(Finding("saved-dataset", table, f"{shown_path(folder)} {found}", expected, advice))
 
 
 def _iceberg(folder: Path) -> _Version:

@@ -11,9 +11,9 @@ from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.tables.check import check_tables
 from laserbatch.pipeline.tables.mapping import import_mapped
 from laserbatch.pipeline.tables.read import describe, read_tables
-from laserbatch.pipeline.tables.saved_dataset import saved_rows
 from laserbatch.pipeline.tables.settings import ImportMapping
 from laserbatch.pipeline.tables.streamed import open_tables
+from laserbatch.pipeline.tables.versioned import saved_rows
 
 EVENTS = sound_world()["interactions"]
 
