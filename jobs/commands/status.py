@@ -1,18 +1,24 @@
-"""`laserbatch status`: what a workspace is doing, or did last. It reads files, waits for no lock and keeps none."""
+"""`laserbatch status`: what a workspace is doing, or did last. It reads files, waits for no lock and keeps none.
+
+With `--watch` it looks again and again, until the night that runs there has ended.
+"""
 
 import datetime
 import os
 import re
 import socket
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import typer
+from rich.live import Live
 
-from laserbatch.jobs.commands.watch import follow
-from laserbatch.jobs.console import summary
+from laserbatch.jobs.console import ExitCode, stdout, summary, summary_table, visible
 from laserbatch.jobs.events import last_attempt
+from laserbatch.jobs.failures import exit_code_of
 from laserbatch.jobs.formatting import count, decimal, format_counts, rate, seconds
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, open_workspace
 from laserbatch.jobs.writing import cost_so_far, current_stage, writing_state
@@ -22,6 +28,10 @@ from laserbatch.pipeline.storage.lock import probe_lock
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 
+REFRESH_S, LINE_EVERY_S = 2.0, 60.0
+LEFT_OUT = ("workspace", "lock", "begun", "events", "published", "delivered")  # rows that lines do without
+GOING = ("unknown", "running")  # states in which a night may make progress
+State = dict[str, Any]  # of a workspace, as `workspace_state` returns it
 _HOLDER = re.compile(r"pid (\d+) on (.+)")
 _STATES = {
     "died": "the last attempt died; the same command goes on with what is finished",
@@ -46,11 +56,11 @@ def status(
     """
     opened = open_workspace(config, workspace)
 
-    def look() -> dict[str, Any]:
+    def look() -> State:
         return workspace_state(opened, datetime.datetime.now(datetime.UTC))
 
     if watch:
-        raise typer.Exit(follow(look, summary_rows, as_json))
+        raise typer.Exit(follow(look, as_json))
     state = look()
     if not as_json:
         within = state["within"]
@@ -58,7 +68,7 @@ def status(
     summary(state, as_json)
 
 
-def workspace_state(workspace: Workspace, now: datetime.datetime) -> dict[str, Any]:
+def workspace_state(workspace: Workspace, now: datetime.datetime) -> State:
     """What there is to say at a moment; times are ISO 8601 (UTC), ages in seconds.
 
     `state` is "running", "idle", "died": the last attempt is gone and said no end, or "unknown": a process of another
@@ -75,7 +85,7 @@ def workspace_state(workspace: Workspace, now: datetime.datetime) -> dict[str, A
     }
 
 
-def _state(workspace: Workspace, now: datetime.datetime) -> dict[str, Any]:
+def _state(workspace: Workspace, now: datetime.datetime) -> State:
     lock = _lock(workspace)
     run = max(workspace.runs(), key=_touched, default=None)
     events = [] if run is None or run.is_finished else last_attempt(run.events_path)
@@ -197,7 +207,7 @@ def _iso(seconds_since_1970: float) -> str:
     return datetime.datetime.fromtimestamp(seconds_since_1970, datetime.UTC).isoformat(timespec="seconds")
 
 
-def summary_rows(state: dict[str, Any]) -> dict[str, str]:
+def summary_rows(state: State) -> dict[str, str]:
     lock, run, published = state["lock"], state["run"], state["published"]
     rows = {"workspace": state["workspace"], "state": _STATES.get(state["state"], state["state"])}
     rows["lock"] = lock and f"{lock['holder']}, since {lock['since']}"
@@ -250,3 +260,52 @@ def _time_left(writing: dict[str, Any]) -> str:
     left = "under a minute" if left_s < 60 else f"about {count(left_s / 60)} min" if left_s < 3600 else seconds(left_s)
     source = "expected tokens" if writing["left_by"] == "tokens" else "rows, since no earlier text tells their length"
     return f"{left}, guessed from {source}"
+
+
+def follow(look: Callable[[], State], as_json: bool) -> int:
+    """Show the state of a workspace until no night runs there; return the exit code of the night.
+
+    A terminal shows the rows of the state, other output gets them in lines, and with `as_json` the last state alone.
+    """
+    state: State = {}
+    try:
+        with Live(console=stdout, auto_refresh=False) if stdout.is_terminal and not as_json else nullcontext() as live:
+            printed_s = float("-inf")
+            for state in _states(look):
+                if live is not None:
+                    live.update(summary_table(summary_rows(state)), refresh=True)
+                elif not as_json and state["state"] in GOING and time.monotonic() - printed_s >= LINE_EVERY_S:
+                    printed_s = time.monotonic()
+                    _print_line(state)
+    except KeyboardInterrupt as error:
+        return exit_code_of(error)
+    if as_json:
+        summary(state, as_json)
+    else:
+        _print_line(state)
+    if state["state"] == "died":
+        return ExitCode.UNEXPECTED
+    return 0 if state["run"] is None else state["run"]["exit_code"] or 0
+
+
+def _states(look: Callable[[], State]) -> Iterator[State]:
+    """States of the workspace in which a night runs, the given one or one within it; the last is after its end."""
+    root = None
+    while True:
+        state = look()
+        parts = [state, *state["within"].values()]
+        going = [part for part in parts if part["state"] in GOING]
+        going.sort(key=lambda part: GOING.index(part["state"]))
+        last = [part for part in parts if part["workspace"] == root] or [state]
+        followed = (going or last)[-1]
+        root = followed["workspace"]
+        yield followed
+        if not going:
+            return
+        time.sleep(REFRESH_S)
+
+
+def _print_line(state: State) -> None:
+    when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    line = "; ".join(f"{name}: {row}" for name, row in summary_rows(state).items() if name not in LEFT_OUT)
+    stdout.print(visible(f"{when} {line}"), markup=False, soft_wrap=True)

@@ -11,9 +11,8 @@ from manifests import manifest_of
 from night_world import FIRST_DATE, make_world, run_here, start, write_config, write_here
 from rich.console import Console
 
-from laserbatch.jobs.commands import watch
-from laserbatch.jobs.commands.status import summary_rows, workspace_state
-from laserbatch.jobs.commands.watch import follow
+from laserbatch.jobs.commands import status
+from laserbatch.jobs.commands.status import follow, workspace_state
 from laserbatch.jobs.events import emit, last_attempt
 from laserbatch.jobs.stages import metrics, shards
 from laserbatch.jobs.stages.attempt import recorded, stage
@@ -115,7 +114,7 @@ class Night:
 
 @pytest.fixture
 def night(tmp_path, monkeypatch) -> Night:
-    monkeypatch.setattr(watch, "REFRESH_S", 0.01)
+    monkeypatch.setattr(status, "REFRESH_S", 0.01)
     return Night(tmp_path / "workspace")
 
 
@@ -143,7 +142,7 @@ def test_watch_prints_a_line_a_minute_and_one_at_the_end_and_ends_with_the_night
         night.write_a_shard()
         running = night.state()
         raise RunHeld("too many failed")
-    code = follow(look_at(running, running, night.state()), summary_rows, as_json=False)
+    code = follow(look_at(running, running, night.state()), as_json=False)
     first, last = capfd.readouterr().out.splitlines()
     assert code == 4 and "exit code: 4; failure: too many failed; last event: " in last
     for figure in (
@@ -176,7 +175,7 @@ def test_watch_follows_the_night_of_an_extension(night, capfd):
         running = night.state()
     lists.manifest.save()
     lists.run.finish()
-    assert follow(look_at(running, night.state()), summary_rows, as_json=False) == 0
+    assert follow(look_at(running, night.state()), as_json=False) == 0
     first, last = capfd.readouterr().out.splitlines()
     run_id = lists.run.run_id
     assert f"state: running; run: {run_id} (not finished); stage: recommend; " in first
@@ -188,7 +187,7 @@ def test_watch_says_when_it_is_not_known_whether_the_night_lives(night, capfd):
         (night.workspace.root / "LOCK").write_text("pid 1 on another-machine")
         unknown = night.state()
     (night.workspace.root / "LOCK").write_text("")
-    assert follow(look_at(unknown, night.state()), summary_rows, as_json=False) == 1
+    assert follow(look_at(unknown, night.state()), as_json=False) == 1
     first = capfd.readouterr().out.splitlines()[0]
     assert "state: not known: a process of another host" in first
     assert first.endswith(f"; stage: generate; last event: {unknown['run']['last_event']}")
@@ -197,8 +196,8 @@ def test_watch_says_when_it_is_not_known_whether_the_night_lives(night, capfd):
 def test_watch_redraws_a_terminal(night, monkeypatch, capfd):
     with night.workspace.lock(), recorded(night.manifest):
         running = night.state()
-    monkeypatch.setattr(watch, "stdout", Console(force_terminal=True, width=80))
-    follow(look_at(running, night.state()), lambda state: {"state": state["state"]}, as_json=False)
+    monkeypatch.setattr(status, "stdout", Console(force_terminal=True, width=80))
+    follow(look_at(running, night.state()), as_json=False)
     out = capfd.readouterr().out
     assert "running" in out and "died" in out
 
@@ -207,7 +206,7 @@ def test_ctrl_c_ends_the_watch_alone(capfd):
     def interrupted() -> dict:
         raise KeyboardInterrupt
 
-    assert follow(interrupted, lambda state: {}, as_json=False) == 130
+    assert follow(interrupted, as_json=False) == 130
     assert capfd.readouterr().out == ""
 
 
