@@ -130,7 +130,15 @@ def compare(
     Example: `laserbatch ctr compare --framework kar --framework once`
     """
     if framework or len(config) > 1:
-        comparison = _compared(config, framework, workspace, run, models, seeds, history, tables)
+        if run is not None:
+            raise typer.BadParameter("--run is for one run alone; of several variants the newest of one date are taken")
+        names = variant_names(config, framework)
+        loaded = [load_settings(path, {"workspace": workspace}) for path in config or [config_here()]]
+        variants = of_frameworks(loaded[0], names) if framework else of_configs(dict(zip(names, loaded, strict=True)))
+        variants = [replace(variant, ctr=changed_settings(variant.ctr, models, seeds, history)) for variant in variants]
+        of_first = variants[0].night.settings.tables
+        later_tables = open_tables(tables or of_first.required_path, of_first.keep_duplicates)
+        comparison = compare_variants(variants, later_tables)
         summary(comparison, as_json=True) if as_json else print_variants(comparison)
         return
     night, options = _opened(config[0] if config else config_here(), workspace, run)
@@ -152,21 +160,6 @@ def _opened(config: Path | None, workspace: Path | None, run: str | None) -> tup
     settings = load_settings(config, {"workspace": workspace})
     night = open_run(settings, run)
     return night, night.settings.ctr if config is None else settings.ctr
-
-
-def _compared(configs, frameworks, workspace, run, models, seeds, history, tables) -> dict[str, Any]:
-    if run is not None:
-        raise typer.BadParameter("--run is for one run alone; of several variants the newest of one date are taken")
-    names = variant_names(configs, frameworks)
-    if frameworks:
-        config = configs[0] if configs else config_here()
-        variants = of_frameworks(load_settings(config, {"workspace": workspace}), names)
-    else:
-        loaded = [load_settings(config, {"workspace": workspace}) for config in configs]
-        variants = of_configs(dict(zip(names, loaded, strict=True)))
-    variants = [replace(variant, ctr=changed_settings(variant.ctr, models, seeds, history)) for variant in variants]
-    of_first = variants[0].night.settings.tables
-    return compare_variants(variants, open_tables(tables or of_first.required_path, of_first.keep_duplicates))
 
 
 def print_variants(comparison: Mapping[str, Any]) -> None:

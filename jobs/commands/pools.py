@@ -9,7 +9,7 @@ import typer
 from laserbatch.jobs.console import print_table, say, summary
 from laserbatch.jobs.formatting import count, counted
 from laserbatch.jobs.report.blocks import Table
-from laserbatch.jobs.settings import CONFIG, DRY_RUN, JSON, WORKSPACE, Settings, load_settings
+from laserbatch.jobs.settings import CONFIG, DRY_RUN, JSON, WORKSPACE, load_settings, open_workspace
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.manifest import PoolManifest
@@ -33,7 +33,8 @@ def rebuild(
     from laserbatch.jobs.stages.night import open_run
 
     settings = load_settings(config, {"workspace": workspace})
-    with Workspace.open(settings.workspace, create=False).lock():
+    opened = Workspace.open(settings.workspace, create=False)
+    with opened.lock():
         night = open_run(settings, run)
         night.run.require_unchanged()
         name, is_finished = night.run.run_id, night.run.is_finished
@@ -43,7 +44,7 @@ def rebuild(
                 f"run {name} is not finished, so the next run does not draft from its pools; finish it with "
                 f"`laserbatch nightly --date {night.date}`, or choose them with `laserbatch pools use {name}`"
             )
-    built = _version(_store(settings), name)
+    built = _version(PoolStore(opened.pools_folder), name)
     if as_json:
         summary(_data(built), as_json=True)
     else:
@@ -56,7 +57,7 @@ def list_versions(config: Path | None = CONFIG, workspace: Path | None = WORKSPA
 
     Example: `laserbatch pools list --config laserbatch.yaml`
     """
-    store = _store(load_settings(config, {"workspace": workspace}))
+    store = _store(config, workspace)
     versions = store.list()
     if as_json:
         summary({"versions": [_data(version) for version in versions]}, as_json=True)
@@ -87,7 +88,7 @@ def show(
 
     Example: `laserbatch pools show --config laserbatch.yaml --verify`
     """
-    store = _store(load_settings(config, {"workspace": workspace}))
+    store = _store(config, workspace)
     chosen = _version(store, version)
     if verify:
         store.verify(chosen.version)
@@ -113,9 +114,9 @@ def use(
 
     Example: `laserbatch pools use 2025-03-01-1a2b3c4d`
     """
-    settings = load_settings(config, {"workspace": workspace})
-    with Workspace.open(settings.workspace, create=False).lock():
-        _store(settings).use(version)
+    opened = open_workspace(config, workspace)
+    with opened.lock():
+        PoolStore(opened.pools_folder).use(version)
     summary({"current": version}, as_json)
 
 
@@ -136,10 +137,9 @@ def gc(
     from laserbatch.jobs.stages.build_pools import collect_pools
     from laserbatch.jobs.stages.night import pools_in_use
 
-    settings = load_settings(config, {"workspace": workspace})
-    opened = Workspace.open(settings.workspace, create=False)
+    opened = open_workspace(config, workspace)
     with opened.lock():
-        collected = collect_pools(_store(settings), keep, pools_in_use(opened), dry_run)
+        collected = collect_pools(PoolStore(opened.pools_folder), keep, pools_in_use(opened), dry_run)
     if as_json:
         summary({**asdict(collected), "dry_run": dry_run}, as_json=True)
     elif not collected.versions and not collected.num_leftovers:
@@ -154,8 +154,8 @@ def _version(store: PoolStore, version: str | None) -> PoolVersion:
     return next(entry for entry in store.list() if entry.version == name)
 
 
-def _store(settings: Settings) -> PoolStore:
-    return PoolStore(Workspace.open(settings.workspace, create=False).pools_folder)
+def _store(config: Path | None, workspace: Path | None) -> PoolStore:
+    return PoolStore(open_workspace(config, workspace).pools_folder)
 
 
 def _versions_table(versions: list[PoolVersion], caption: str = "* is what the next run drafts from") -> Table:

@@ -42,7 +42,7 @@ from laserbatch.pipeline.storage.uris import SERVICES
 from laserbatch.pipeline.tables import schema as sc
 from laserbatch.pipeline.tables.check import check_tables, require_sound
 from laserbatch.pipeline.tables.findings import Finding
-from laserbatch.pipeline.tables.order import only_chunk
+from laserbatch.pipeline.tables.log import only_chunk
 from laserbatch.pipeline.tables.read import Tables, describe, read_tables
 from laserbatch.pipeline.validation import line_of, nearest
 from laserbatch.retrieval_pools.routing.embeddings import id_column, read_embeddings

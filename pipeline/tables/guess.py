@@ -139,7 +139,7 @@ def _with_decimal_commas(head: pa.Table) -> list[str]:
     1,234 alone may be a thousand and more, and makes no column one of them.
     """
     names = []
-    for name in filter(lambda name: head.column_names.count(name) == 1, head.column_names):
+    for name in head.column_names:
         values = [value.strip() for value in head[name].slice(0, NUM_ROWS).to_pylist() if value and value.strip()]
         if any(re.fullmatch(r"[+-]?\d+\.\d+", value) for value in values):
             return []

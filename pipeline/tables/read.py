@@ -10,7 +10,6 @@ import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +23,15 @@ from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import sha256_file
 from laserbatch.pipeline.tables.columns import EVENT, ID, TIME, role_of
 from laserbatch.pipeline.tables.database import QUERY_KEY
-from laserbatch.pipeline.tables.log import StoredLog
-from laserbatch.pipeline.tables.order import alike, codes_of, equal_to_earlier, exact_copies, in_order, only_chunk
+from laserbatch.pipeline.tables.log import (
+    StoredLog,
+    alike,
+    codes_of,
+    equal_to_earlier,
+    exact_copies,
+    in_order,
+    only_chunk,
+)
 from laserbatch.pipeline.tables.part_columns import (
     OpenPart,
     files_alike,
@@ -67,6 +73,7 @@ class Tables:
     logged_ids: dict[str, pa.ChunkedArray] = field(default_factory=dict)  # by column, of all rows of the log; null last
     num_copies: int = 0  # interactions that were left out as exact copies of another one
     personal: Mapping[Side, Mapping[str, str]] = field(default_factory=dict)  # as `personal_data` of whole tables
+    _coded: dict[Side, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, init=False, repr=False)
 
     def entities(self, side: Side) -> pa.Table:
         return self.users if side == "user" else self.items
@@ -77,21 +84,14 @@ class Tables:
         The last code is that of no id; -1 is the row of who is not there. Raises TableError where ids differ in type.
         """
         if side not in self._coded:
-            self._coded[side] = self._codes_and_rows(side)
+            ids = self.interactions[f"{side}_id"]
+            ids = only_chunk(ids if pt.is_dictionary(ids.type) else ids.dictionary_encode())
+            known = self.entities(side)[f"{side}_id"]
+            if ids.dictionary.type != known.type and len(ids) and len(known):  # checks refuse such tables
+                raise TableError(f"ids of interactions are {ids.dictionary.type}, those of {side}s {known.type}")
+            rows = rows_among(ids.dictionary, known).astype(np.int32)
+            self._coded[side] = codes_of(ids), np.append(rows, np.int32(-1))
         return self._coded[side]
-
-    @cached_property
-    def _coded(self) -> dict[Side, tuple[np.ndarray, np.ndarray]]:
-        return {}
-
-    def _codes_and_rows(self, side: Side) -> tuple[np.ndarray, np.ndarray]:
-        ids = self.interactions[f"{side}_id"]
-        ids = only_chunk(ids if pt.is_dictionary(ids.type) else ids.dictionary_encode())
-        known = self.entities(side)[f"{side}_id"]
-        if ids.dictionary.type != known.type and len(ids) and len(known):  # checks refuse such tables
-            raise TableError(f"ids of interactions are {ids.dictionary.type}, those of {side}s {known.type}")
-        rows = rows_among(ids.dictionary, known).astype(np.int32)
-        return codes_of(ids), np.append(rows, np.int32(-1))
 
 
 def read_tables(
@@ -156,9 +156,8 @@ def find_exact_copies(path: Path | str, columns: Collection[str] = ()) -> np.nda
     log, _ = _read_log(path, None, memory, is_numbered=True)
     run_of, num_before = np.full(log.num_rows, -1), 0  # runs of rows of one moment, user and item
     for block in in_order(log.rows(), memory):
-        is_alike = alike(block)
-        places = np.flatnonzero(np.append(is_alike, False) | np.append(False, is_alike))
-        run_of[block["row"][places]] = num_before + np.concatenate([[0], np.cumsum(~is_alike)])[places]
+        places, run_of_place = alike(block)
+        run_of[block["row"][places]] = num_before + run_of_place
         num_before += len(block["row"])
     is_copy = run_of >= 0
     if is_copy.any():

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sound_world import DAY_1, DAY_1_S, write_world
 
-from laserbatch.pipeline.tables import order
+from laserbatch.pipeline.tables import log
 from laserbatch.pipeline.tables.read import find_exact_copies, read_tables
 
 BLOCK_ROWS = 8
@@ -103,7 +103,7 @@ def test_the_log_is_read_as_the_obvious_reader_reads_it(
         events = sorted(events, key=lambda event: event[2] or 0) if is_sorted else events
         rating = RATINGS[ratings][number % len(RATINGS[ratings])]
         files.append(written(path / "interactions" / f"{number}.parquet", events, rating))
-    with patch.object(order, "ROWS_AT_ONCE", BLOCK_ROWS):
+    with patch.object(log, "ROWS_AT_ONCE", BLOCK_ROWS):
         tables = read_tables(path, DAY_1.date() if is_cut else None, path if is_mapped else None, keep_duplicates)
         copies = find_exact_copies(path)
     expected, is_copy = read_plainly(files, is_cut, keep_duplicates)
