@@ -107,7 +107,6 @@ def check_kernels(settings: Settings) -> Iterator[CheckResult]:
 
 
 def check_batch(settings: Settings) -> Iterator[CheckResult]:
-    """Whether a batch is large enough for a GPU."""
     from laserbatch.pipeline.engine_choice import small_batch
     from laserbatch.pipeline.gpus import num_gpus
 

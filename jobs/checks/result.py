@@ -9,8 +9,6 @@ from laserbatch.jobs.settings import Settings
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a check found, and a hint how to fix a warning or a fault."""
-
     about: str
     level: Literal["ok", "warning", "fault"]
     found: str

@@ -90,8 +90,9 @@ def forget(
             receipt.save()
             _remove(opened, settings, requested, receipt)
     still_in_tables: dict[str, list[str]] = {}
-    for (table, _), keys in (in_tables or {}).items():
-        still_in_tables[table] = sorted({*still_in_tables.get(table, []), *keys})
+    for of_side in (in_tables or {}).values():
+        for table, keys in of_side.items():
+            still_in_tables[table] = sorted({*still_in_tables.get(table, []), *keys})
     if as_json:
         payload = receipt.as_json() | {"receipt": str(receipt.path), "dry_run": dry_run, "nowhere": nowhere}
         in_json = None if in_tables is None else still_in_tables
@@ -221,10 +222,7 @@ def _remove(workspace: Workspace, settings: Settings, requested: Ids, receipt: R
 
 
 def _leave_inherited_clusters(runs: Mapping[str, RunFolder], requested: Ids, receipt: Receipt) -> None:
-    """Take the entities' vectors out of codebooks that later runs took over without having their rows.
-
-    To be called before the rows are removed, by which these vectors are known.
-    """
+    """Take the entities' vectors out of codebooks of later runs, before the rows that tell them are removed."""
     of_their_own: dict[Side, set[bytes]] = {side: set() for side in SIDES}
     for name in receipt.rows.keys() & runs.keys():
         for side, vectors in vectors_of_their_own(runs[name], requested).items():
@@ -265,42 +263,31 @@ def _forget_in_events(path: Path, requested: Ids) -> None:
 
 
 def _nowhere(
-    workspace: Workspace, unknown: Mapping[Side, list[str]], in_tables: Mapping[tuple[str, Side], set[str]]
+    workspace: Workspace, unknown: Mapping[Side, list[str]], in_tables: Mapping[Side, Mapping[str, set[str]]]
 ) -> dict[Side, list[str]]:
     """The unknown ids that are in no input table, and that no receipt lists as removed."""
-    removed = {side: set() for side in SIDES}
+    known = {side: set() for side in SIDES}
     for path in (workspace.root / RECEIPTS).glob("*.json"):
         earlier = unless_damaged(partial(Receipt.load, path))
         for side, ids in earlier.ids.items() if earlier is not None else ():
-            removed[side] |= {key for key, was_removed in ids.items() if was_removed}
-    in_tables_of = {side: {key for (_, of), keys in in_tables.items() if of == side for key in keys} for side in SIDES}
-    return {
-        side: [key for key in keys if key not in in_tables_of[side] and digest(side, key) not in removed[side]]
-        for side, keys in unknown.items()
-    }
+            known[side] |= {key for key, was_removed in ids.items() if was_removed}
+    for side, of_side in in_tables.items():
+        known[side] |= {digest(side, key) for keys in of_side.values() for key in keys}
+    return {side: [key for key in keys if digest(side, key) not in known[side]] for side, keys in unknown.items()}
 
 
-def _in_tables(settings: Settings, requested: Ids) -> dict[tuple[str, Side], set[str]] | None:
-    """The ids that are still in input tables, by table and side; None if the tables are not set or cannot be read."""
+def _in_tables(settings: Settings, requested: Ids) -> dict[Side, dict[str, set[str]]] | None:
+    """The ids that are still in input tables, by side and table; None if the tables are not set or cannot be read."""
     if settings.tables.path is None:
         return None
-    remaining: dict[tuple[str, Side], set[str]] = {}
-    columns: list[tuple[str, Side]] = [
-        ("users", "user"),
-        ("items", "item"),
-        ("interactions", "user"),
-        ("interactions", "item"),
-    ]
+    remaining: dict[Side, dict[str, set[str]]] = {side: {} for side in SIDES}
     try:
         folder = tables_folder(settings.tables.path)
-        for table, side in columns:
-            keys = {
-                str(key)
-                for ids in (iter_column(folder, table, f"{side}_id") if requested[side] else ())
-                for key in ids.filter(is_of(ids, requested[side])).unique().to_pylist()
-            }  # fmt: skip
-            if keys:
-                remaining[table, side] = keys
+        for side in (side for side in SIDES if requested[side]):
+            for table in (f"{side}s", "interactions"):
+                for ids in iter_column(folder, table, f"{side}_id"):
+                    if found := ids.filter(is_of(ids, requested[side])).unique().to_pylist():
+                        remaining[side].setdefault(table, set()).update(map(str, found))
     except LaserbatchError as error:
         say(f"the input tables could not be read: {error}")
         return None

@@ -115,7 +115,6 @@ def init(
 
 
 def _init_in_schema(tables: str, out: Path, as_json: bool) -> None:
-    """Write the configuration of tables that need no mapping."""
     first = _first_rows(tables, "interactions")
     domain = domains()["sample"] if is_sample_world(tables) else _domain((), _first_rows(tables, "items"), "title")
     guessed = _guessed(domain, first, {})

@@ -200,7 +200,6 @@ def write_entity(night: Night, side: Side) -> TriedEntity:
 
 
 def print_tried(tried: TriedEntity, model_key: str) -> None:
-    """Print the result, from the prompt to whether a night would keep the text."""
     cut = f", {counted(tried.num_history_dropped, 'older event')} cut" if tried.num_history_dropped else ""
     about = f"{tried.template}: {counted(tried.num_prompt_tokens, 'token')}, {tried.num_history} of history{cut}"
     pool = "No pool yet: drafts come from the prompt, the output and the entity's own earlier text."
@@ -237,7 +236,6 @@ def print_tried(tried: TriedEntity, model_key: str) -> None:
 
 
 def _verdict(tried: TriedEntity, model_key: str) -> Text:
-    """Whether a night would keep the text, and advice if not."""
     is_cut = "length" in tried.stats.finish_reasons
     if tried.fields is None:
         where = ", and it was cut at the token limit" if is_cut else ""

@@ -71,7 +71,6 @@ def work_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
 
 
 def gates_section(manifest: RunManifest) -> Section:
-    """The section "Gates", with the values measured before publication."""
     if not manifest.judgement.gates:
         return Section("gates", "Gates", [Note("This run was not judged.")])
     judged = [gate for gate in manifest.judgement.gates if gate.value is not None]

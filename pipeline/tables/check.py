@@ -82,7 +82,6 @@ class _Part:
     units: Mapping[str, str] = field(default_factory=dict)  # of integer times that are no seconds
 
     def ruled_columns(self) -> list[str]:
-        """The usable columns whose values have rules."""
         names = [
             field.name
             for field in self.schema
@@ -254,9 +253,9 @@ def _compared_type(table: str, field: pa.Field) -> str | None:
 def _checked_batches(
     part: _Part, findings: Findings, sound: Collection[str] = ()
 ) -> Iterator[tuple[int, dict[str, pa.Array]]]:
-    """Read a file's ruled columns, but those that are known to be sound, and apply the rules for single values.
+    """Apply the rules for single values, but to sound columns; yields the first row's number and the values by column.
 
-    Yields the number of the first row, and the values by column. Damage that shows only now becomes a finding.
+    Damage that shows only now becomes a finding.
     """
     columns, first_row = [name for name in part.ruled_columns() if name not in sound], 0
     if part.file is None or not columns:

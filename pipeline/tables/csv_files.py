@@ -99,7 +99,6 @@ class _Doubt:
     first: tuple[str, int, str] = ("", 0, "")  # column, row, value
 
     def add(self, name: str, first_row: int, column: pa.Array, is_match: pa.Array) -> None:
-        """Count the fields of a column that are marked."""
         is_match = pc.fill_null(is_match, False)
         if is_match.true_count:
             row = pc.index(is_match, True).as_py()
@@ -127,10 +126,7 @@ class _Doubts:
     nulls: _Doubt = field(default_factory=_Doubt)  # what databases write for nothing, read as text
 
     def add(self, rows: pa.RecordBatch, first_row: int) -> None:
-        """Look at some rows.
-
-        Raises TableError where a name or a value holds a zero byte, or a row repeats the header.
-        """
+        """Look at some rows. Raises TableError where one repeats the header, or there is a zero byte."""
         is_header = _is_header(rows)
         if is_header.true_count:
             row = first_row + pc.index(is_header, True).as_py()

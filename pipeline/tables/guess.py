@@ -134,10 +134,7 @@ def _without_doubled(head: pa.Table, path: Path, note: Callable[[str], object]) 
 
 
 def _with_decimal_commas(head: pa.Table) -> list[str]:
-    """The columns of numbers such as 4,5 and 12; none where another column has 4.5.
-
-    1,234 alone may be a thousand and more, and makes no column one of them.
-    """
+    """The columns of numbers such as 4,5 and 12, none where another one has 4.5; 1,234 alone may be a thousand."""
     names = []
     for name in head.column_names:
         values = [value.strip() for value in head[name].slice(0, NUM_ROWS).to_pylist() if value and value.strip()]
@@ -150,10 +147,7 @@ def _with_decimal_commas(head: pa.Table) -> list[str]:
 
 
 def _csv_options(path: Path, note: Callable[[str], object]) -> dict[str, Any]:
-    """Delimiter and encoding of a CSV where they are not the usual ones, by its first bytes.
-
-    `note` is called where other encodings fit the bytes, too.
-    """
+    """Delimiter and encoding of a CSV where they are not the usual ones, by its first bytes."""
     with pa.input_stream(str(path)) as file:  # which unpacks what is compressed
         start = file.read(SNIFFED_BYTES)
     options, usual = {}, "\t" if ".tsv" in path.suffixes else ","

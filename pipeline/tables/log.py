@@ -73,10 +73,7 @@ class StoredLog:
 
 
 class _Coded:
-    """A column of ids or words: int32 codes, places in `dictionary`; null is -1, of sorted ids the code after the last.
-
-    Words stay in the order in which they come.
-    """
+    """A column of ids or words: int32 codes, places in `dictionary`; null is -1, or the code after sorted ids."""
 
     def __init__(self, kind: pa.DataType, max_rows: int, files: MappedFiles) -> None:
         self.codes = files.empty((max_rows,), np.dtype(np.int32))

@@ -163,7 +163,6 @@ def plain_column(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Arr
 
 
 def plain_ids(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Ids as string or int64."""
     return plain_column(column).cast(id_type(column.type))
 
 

@@ -20,8 +20,6 @@ IdType = Literal["keep", "string", "int64"]
 
 
 class TablesSettings(Strict):
-    """The tables a run reads."""
-
     path: Path | str | None = Field(
         default=None,
         description="This folder, or URI (s3://bucket/prefix), holds the tables users, items and interactions. Every "
@@ -67,8 +65,6 @@ class SourceColumn(Strict):
 
 
 class SourceTime(Strict):
-    """Where a time comes from, and how it is written."""
-
     column: str
     # s, ms, us or ns since 1970; iso; or a format like %d/%m/%Y. None: numbers, in the unit that their values leave
     unit: str | None = None
@@ -208,7 +204,6 @@ class SourceFiles(Strict):
         return self
 
     def csv_format(self, path: PurePath) -> FileFormat:
-        """How a CSV file is read, with the defaults for its name filled in."""
         delimiter = self.csv.delimiter or self.delimiter or ("\t" if ".tsv" in path.suffixes else ",")
         is_quoted = delimiter != "\t" and len(delimiter) == 1
         quote = self.csv.quote if "quote" in self.csv.model_fields_set else '"' if is_quoted else None
@@ -217,22 +212,16 @@ class SourceFiles(Strict):
 
 
 class EntityMapping(SourceFiles):
-    """How the users or the items table is made."""
-
     id: str
     attributes: dict[str, Column] | None = None  # None: all other columns
     created_at: Time | None = None
 
 
 class ItemMapping(EntityMapping):
-    """How the items table is made."""
-
     title: str
 
 
 class InteractionMapping(SourceFiles):
-    """How the interactions table is made."""
-
     user_id: str
     item_id: str
     timestamp: Time

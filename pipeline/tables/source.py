@@ -92,7 +92,6 @@ class SourceBatch:
         return self._converted(name, convert)
 
     def attribute(self, source: SourceColumn) -> pa.Array:
-        """A column as the mapping of an attribute says."""
         if source.column is None:
             return self._flagged(source.flags)
         column = self._column(source.column)
