@@ -17,7 +17,7 @@ from tempfile import NamedTemporaryFile
 
 from packaging.requirements import Requirement
 
-from laserbatch.jobs.checks.result import Check, CheckResult
+from laserbatch.jobs.checks.result import CheckResult
 from laserbatch.jobs.extensions import extension
 from laserbatch.jobs.settings import Settings
 from laserbatch.pipeline.errors import first_line
@@ -231,7 +231,3 @@ def check_ray(settings: Settings) -> Iterator[CheckResult]:
     with ray_cluster(settings.cluster, gpus_a_worker=decoding.gpus_a_worker, worker_bytes=needed) as layout:
         where = settings.cluster.ray_address or "a local Ray"
         yield CheckResult("Ray", "ok", f"{where}: room for {layout.num_workers} workers of {layout.need} each")
-
-
-SOFTWARE: tuple[Check, ...] = (check_versions, check_gpu, check_kernels, check_batch, check_engine)
-FILES: tuple[Check, ...] = (check_workspace, check_encoder, check_pools, check_tables, check_extensions)

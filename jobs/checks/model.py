@@ -3,9 +3,27 @@
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+import torch
+
 from laserbatch.jobs.checks.result import CheckResult
 from laserbatch.jobs.settings import Settings
+from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, NEEDS_A_TOKENIZER, needs_a_model
+from laserbatch.pipeline.decoding.device_memory import host_memory, num_stored_values
+from laserbatch.pipeline.decoding.model.compute_type import choose_dtype
+from laserbatch.pipeline.decoding.model.described_weights import require_described_weights, require_token_rows
+from laserbatch.pipeline.decoding.model.folder import (
+    find_weights,
+    is_mixture_of_experts,
+    load_tokenizer,
+    quantization_of,
+    read_config,
+    stored_dtype,
+)
+from laserbatch.pipeline.distributed.cluster import Node, worker_layout
+from laserbatch.pipeline.distributed.settings import usable_cores
+from laserbatch.pipeline.engine_choice import choose_engine, vllm_advice
 from laserbatch.pipeline.errors import ModelError
+from laserbatch.pipeline.gpus import num_gpus
 
 NO_CHAT_TEMPLATE = (
     "its tokenizer has no chat template: prompts go in as plain text",
@@ -22,9 +40,6 @@ def check_dtype(settings: Settings) -> Iterator[CheckResult]:
     """In which type the model computes here, and why."""
     if settings.decoding.engine == "endpoint":
         return
-    from laserbatch.pipeline.decoding.model.compute_type import choose_dtype
-    from laserbatch.pipeline.decoding.model.folder import find_weights, quantization_of, read_config, stored_dtype
-    from laserbatch.pipeline.gpus import num_gpus
 
     find_weights(settings.model_dir)  # raises where this is no model folder
     decoding, has_gpu = settings.decoding, num_gpus() > 0
@@ -37,8 +52,6 @@ def check_dtype(settings: Settings) -> Iterator[CheckResult]:
     dtype = stored if choice.name == "auto" else choice.name
     text, hint = f"{dtype}: {choice.reason}", None
     if has_gpu:
-        import torch
-
         if dtype == "float32":
             text += "; it takes twice the memory of bfloat16"
             hint = "Set decoding.dtype: bfloat16, unless texts have to be those of a CPU"
@@ -53,12 +66,6 @@ def check_dtype(settings: Settings) -> Iterator[CheckResult]:
 
 def fitting_engine(settings: Settings, num_values: int, file_bytes: int) -> CheckResult:
     """Which engine fits the configured model and this machine; a warning where another one is configured."""
-    import torch
-
-    from laserbatch.pipeline.decoding.model.folder import is_mixture_of_experts, quantization_of, read_config
-    from laserbatch.pipeline.engine_choice import choose_engine, vllm_advice
-    from laserbatch.pipeline.gpus import num_gpus
-
     decoding, config, number = settings.decoding, read_config(settings.model_dir), num_gpus()
     if not number and settings.cluster.ray_address is not None:
         text = "not known here: run `laserbatch doctor` on a node of the Ray cluster that writes texts"
@@ -87,9 +94,6 @@ def fitting_engine(settings: Settings, num_values: int, file_bytes: int) -> Chec
 
 
 def _served_model(settings: Settings) -> Iterator[CheckResult]:
-    from laserbatch.jobs.stages.inputs import NEEDS_A_TOKENIZER, needs_a_model
-    from laserbatch.pipeline.decoding.model.folder import load_tokenizer
-
     if settings.decoding.borrows_tokenizer:
         yield CheckResult("model", "ok", BORROWED)
         return
@@ -102,21 +106,6 @@ def _served_model(settings: Settings) -> Iterator[CheckResult]:
 
 
 def check_memory_and_model(settings: Settings) -> Iterator[CheckResult]:
-    from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, needs_a_model
-    from laserbatch.pipeline.decoding.device_memory import host_memory, num_stored_values
-    from laserbatch.pipeline.decoding.model.compute_type import choose_dtype
-    from laserbatch.pipeline.decoding.model.described_weights import require_described_weights, require_token_rows
-    from laserbatch.pipeline.decoding.model.folder import (
-        find_weights,
-        load_tokenizer,
-        quantization_of,
-        read_config,
-        stored_dtype,
-    )
-    from laserbatch.pipeline.distributed.cluster import Node, worker_layout
-    from laserbatch.pipeline.distributed.settings import usable_cores
-    from laserbatch.pipeline.gpus import num_gpus
-
     folder = settings.model_dir
     if settings.decoding.engine == "endpoint":
         yield from _served_model(settings)

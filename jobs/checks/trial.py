@@ -5,30 +5,44 @@ for some seconds and some at once for a minute at most. Nothing is kept.
 """
 
 import datetime
+import time
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from laserbatch.jobs.checks.result import CheckResult
 from laserbatch.jobs.formatting import count, decimal, format_counts, rate
 from laserbatch.jobs.settings import SAMPLE_MODEL, Settings
+from laserbatch.pipeline.decoding.device_memory import num_stored_values
+from laserbatch.pipeline.decoding.drafters import NoDrafter
+from laserbatch.pipeline.decoding.model.folder import find_weights
+from laserbatch.pipeline.decoding.model.known_models import KNOWN_KINDS
+from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
+from laserbatch.pipeline.decoding.verifiers import verifier_from
+from laserbatch.pipeline.distributed.worker import parsed_answer
+from laserbatch.pipeline.engines.answers import UNCLOSED_THOUGHTS
+from laserbatch.pipeline.engines.engine import TextEngine
+from laserbatch.pipeline.engines.own import OwnEngine
 from laserbatch.pipeline.errors import EndpointGone, ModelError, RowError
+from laserbatch.pipeline.gpus import num_gpus
+from laserbatch.pipeline.knowledge.chat_format import encode_chat
+from laserbatch.pipeline.knowledge.forms import guiding_grammar
+from laserbatch.pipeline.knowledge.histories import labels_of
+from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, Shown, render_shown
+from laserbatch.pipeline.knowledge.questions import SideQuestions
+from laserbatch.pipeline.knowledge.templates import PromptTemplate
+from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.scratch import ScratchFolder
-
-if TYPE_CHECKING:
-    from laserbatch.jobs.checks.measured import Measured
-    from laserbatch.pipeline.decoding.sequence import GenerationRequest
-    from laserbatch.pipeline.engines.engine import TextEngine
-    from laserbatch.pipeline.engines.own import OwnEngine
-    from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, Shown
-    from laserbatch.pipeline.knowledge.templates import PromptTemplate
-    from laserbatch.pipeline.tables.read import Tables
+from laserbatch.pipeline.tables.read import Tables, read_tables
 
 QUESTION = "Name one colour. Answer with one word."
 MAX_ANSWER_TOKENS = 64
@@ -43,19 +57,29 @@ MIN_SHARE_VALID = 0.7  # of the texts: with fewer, a night stops after its first
 class Task(NamedTuple):
     """A prompt of a template, and the entity that it shows."""
 
-    template: "PromptTemplate"
-    shown: "Shown"
-    prompt: "RenderedPrompt"
+    template: PromptTemplate
+    shown: Shown
+    prompt: RenderedPrompt
 
-    def request(self, place: int, decoding: Any) -> "GenerationRequest":
+    def request(self, place: int, decoding: DecodingSettings) -> GenerationRequest:
         """As a night asks for it, its place among the tasks as its id."""
-        from laserbatch.pipeline.decoding.sequence import GenerationRequest
-        from laserbatch.pipeline.knowledge.forms import guiding_grammar
-
         grammar = guiding_grammar(self.template, decoding)
         return GenerationRequest(
             str(place), self.prompt.token_ids, max_new_tokens=decoding.max_new_tokens, grammar=grammar
         )
+
+
+@dataclass
+class Measured:
+    """Texts by the place of their prompt, those that ended in time.
+
+    `prompts_s`: seconds until each text had a token; `tokens_per_s`: of all texts from then on, while all were being
+    written. Both are None if the time was too short for that.
+    """
+
+    texts: dict[int, GenerationResult | GenerationFailure] = field(default_factory=dict)
+    prompts_s: float | None = None
+    tokens_per_s: float | None = None
 
 
 def check_answer(settings: Settings) -> Iterator[CheckResult]:
@@ -69,7 +93,7 @@ def check_answer(settings: Settings) -> Iterator[CheckResult]:
 
 
 def _endpoint(settings: Settings) -> Iterator[CheckResult]:
-    from laserbatch.pipeline.engines.endpoint import EndpointEngine
+    from laserbatch.pipeline.engines.endpoint import EndpointEngine  # whose client is an extra
 
     decoding, server = settings.decoding, settings.decoding.endpoint
     assert server is not None
@@ -88,10 +112,6 @@ def _endpoint(settings: Settings) -> Iterator[CheckResult]:
 
 def check_model_here(settings: Settings) -> Iterator[CheckResult]:
     """How the model is computed, how fast it is, what becomes of its texts, and how long those of the tables take."""
-    from laserbatch.jobs.checks.measured import write_for
-    from laserbatch.pipeline.sample.world import write_sample_world
-    from laserbatch.pipeline.tables.read import read_tables
-
     engine = yield from _loaded(settings)
     if engine is None:
         return
@@ -108,23 +128,16 @@ def check_model_here(settings: Settings) -> Iterator[CheckResult]:
         return
     decoding = _plain(settings)
     requests = [task.request(place, decoding) for place, task in enumerate(tasks)]
-    alone = write_for(engine, decoding, requests[:1], max_s=TEXTS_S, speed_s=SPEED_S)
-    together = write_for(engine, decoding, requests, max_s=TEXTS_S)
+    alone = _write(engine, decoding, requests[:1], SPEED_S)
+    together = _write(engine, decoding, requests)
     yield _speed(settings, {1: alone, len(tasks): together})
     yield from _forms(engine, settings, tasks, together)
     if settings.tables.path is not None:
         yield _hours(settings, tables, len(tasks), together)
 
 
-def _loaded(settings: Settings) -> Generator[CheckResult, None, "OwnEngine | None"]:
+def _loaded(settings: Settings) -> Generator[CheckResult, None, OwnEngine | None]:
     """The model as it writes plainly; None after a finding that says why it is not tried here."""
-    import torch
-
-    from laserbatch.pipeline.decoding.device_memory import num_stored_values
-    from laserbatch.pipeline.decoding.model.folder import find_weights
-    from laserbatch.pipeline.engines.own import OwnEngine
-    from laserbatch.pipeline.gpus import num_gpus
-
     folder = settings.model_dir
     is_large = not num_gpus() and 4 * num_stored_values(find_weights(folder)) > MAX_TRIED_BYTES
     if is_large or settings.cluster.ray_address is not None or settings.decoding.gpus_a_worker > 1:
@@ -140,15 +153,13 @@ def _loaded(settings: Settings) -> Generator[CheckResult, None, "OwnEngine | Non
         return None
 
 
-def _plain(settings: Settings) -> Any:
+def _plain(settings: Settings) -> DecodingSettings:
     plain = {"engine": "laserbatch", "vllm": {}, "endpoint": None, "verifier": "greedy", "drafters": (),
              "drafter_options": {}, "max_draft_tokens": 0, "batch_size": NUM_TEXTS, "temperature": 0.0}  # fmt: skip
     return settings.decoding.model_copy(update=plain)
 
 
-def _layers(engine: "OwnEngine") -> CheckResult:
-    from laserbatch.pipeline.decoding.model.known_models import KNOWN_KINDS
-
+def _layers(engine: OwnEngine) -> CheckResult:
     model = engine.engine.loaded.model
     is_fused = any(getattr(model, name, None) is not None for name in ("fused", "cuda_layers"))
     kinds = f"fused layers serve models of the kinds {', '.join(KNOWN_KINDS)}, unquantised"
@@ -156,11 +167,7 @@ def _layers(engine: "OwnEngine") -> CheckResult:
     return CheckResult("architecture", "ok", f"{type(model).__name__}, {by}")
 
 
-def _answer(engine: "TextEngine", settings: Settings) -> CheckResult:
-    from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest
-    from laserbatch.pipeline.engines.answers import UNCLOSED_THOUGHTS
-    from laserbatch.pipeline.knowledge.chat_format import encode_chat
-
+def _answer(engine: TextEngine, settings: Settings) -> CheckResult:
     options = settings.template("item").chat_options
     prompt = encode_chat(engine.tokenizer, QUESTION, None, options, datetime.datetime.now(datetime.UTC).date())
     messages = (("user", QUESTION),)
@@ -192,12 +199,8 @@ def _answer(engine: "TextEngine", settings: Settings) -> CheckResult:
     return CheckResult("answer", "ok", f"{shown}and ended {ended}")
 
 
-def _tasks(engine: "OwnEngine", settings: Settings, tables: "Tables") -> list[Task]:
+def _tasks(engine: OwnEngine, settings: Settings, tables: Tables) -> list[Task]:
     """Prompts of both sides by turns, of entities from all over their tables; the first is a user's."""
-    from laserbatch.pipeline.knowledge.histories import labels_of
-    from laserbatch.pipeline.knowledge.prompts import render_shown
-    from laserbatch.pipeline.knowledge.questions import SideQuestions
-
     labels, most = labels_of(tables.interactions, settings.knowledge.words.events), settings.knowledge.max_prompt_tokens
     sides: list[list[Task]] = []
     for side in SIDES:
@@ -210,7 +213,7 @@ def _tasks(engine: "OwnEngine", settings: Settings, tables: "Tables") -> list[Ta
     return by_turns[:NUM_TEXTS]
 
 
-def _speed(settings: Settings, measured: "Mapping[int, Measured]") -> CheckResult:
+def _speed(settings: Settings, measured: Mapping[int, Measured]) -> CheckResult:
     speeds = [f"{rate(speed.tokens_per_s)} tokens a second at batch {size}"
               for size, speed in measured.items() if speed.tokens_per_s]  # fmt: skip
     if not speeds:
@@ -220,13 +223,8 @@ def _speed(settings: Settings, measured: "Mapping[int, Measured]") -> CheckResul
     return CheckResult("speed", "ok", f"{' and '.join(speeds)}, plain, with prompts of {of}")
 
 
-def _forms(
-    engine: "OwnEngine", settings: Settings, tasks: Sequence[Task], measured: "Measured"
-) -> Iterator[CheckResult]:
+def _forms(engine: OwnEngine, settings: Settings, tasks: Sequence[Task], measured: Measured) -> Iterator[CheckResult]:
     """A finding per side: how many texts a night would accept, and why it would refuse the others."""
-    from laserbatch.pipeline.decoding.sequence import GenerationFailure
-    from laserbatch.pipeline.distributed.worker import parsed_answer
-
     for side in SIDES:
         reasons, num_valid, num_tried = Counter[str](), 0, 0
         for place, task in enumerate(tasks):
@@ -257,10 +255,8 @@ def _forms(
         yield CheckResult("form", "warning" if is_poor else "ok", message, hint)
 
 
-def _hours(settings: Settings, tables: "Tables", batch_size: int, measured: "Measured") -> CheckResult:
+def _hours(settings: Settings, tables: Tables, batch_size: int, measured: Measured) -> CheckResult:
     """The hours of a first night of plain decoding, by the speed and the lengths of the texts just written."""
-    from laserbatch.pipeline.decoding.sequence import GenerationResult
-
     if not measured.prompts_s or not measured.tokens_per_s:
         return CheckResult("hours", "warning", "not known, since the speed is not")
     lengths = [len(text.written[0]) for text in measured.texts.values() if isinstance(text, GenerationResult)]
@@ -270,3 +266,39 @@ def _hours(settings: Settings, tables: "Tables", batch_size: int, measured: "Mea
     each = f"{count(length)} tokens each" if lengths else f"at most {length} tokens each (decoding.max_new_tokens)"
     message = f"a first night writes {count(num_users)} users and {count(num_items)} items, {each}: about "
     return CheckResult("hours", "ok", f"{message}{decimal(seconds / 3600, 1)} hours on this machine, without drafts")
+
+
+def _write(
+    engine: OwnEngine, decoding: DecodingSettings, requests: Sequence[GenerationRequest], speed_s: float | None = None
+) -> Measured:
+    """Write a text for each request, whose id is its place, all at once; what has not ended in time is given up.
+
+    All are given up once the speed has been measured for `speed_s`; None goes on.
+    """
+    decoder, measured = engine.engine, Measured()
+    decoder.reset_prefix_cache()
+    stream = decoder.open_stream(requests, NoDrafter(), verifier_from(decoding), Budget(0, 0.0))
+    began_s = now_s = time.perf_counter()
+    num_at_first = 0
+    try:
+        while now_s - began_s < TEXTS_S:
+            measured.texts |= {int(failure.request_id): failure for failure in stream.scheduler.admit()}
+            live = stream.scheduler.live
+            if not live:
+                break
+            num_tokens = sum(sequence.num_output for sequence in live)
+            if measured.prompts_s is None and len(live) + len(measured.texts) == len(requests):
+                if all(sequence.num_steps for sequence in live):
+                    measured.prompts_s, num_at_first = now_s - began_s, num_tokens
+            elif measured.prompts_s is not None and not measured.texts:
+                writing_s = now_s - began_s - measured.prompts_s
+                measured.tokens_per_s = (num_tokens - num_at_first) / writing_s
+                if speed_s is not None and writing_s >= speed_s:
+                    break
+            for sequence, outcome in decoder.finish_step(decoder.submit_step(stream), stream):
+                place = int(sequence.request.request_id)
+                measured.texts[place] = engine.result(sequence, outcome)
+            now_s = time.perf_counter()
+    finally:
+        stream.scheduler.close()
+    return measured

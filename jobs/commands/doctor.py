@@ -3,14 +3,14 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.text import Text
 
-from laserbatch.jobs.checks import machine, model, trial
-from laserbatch.jobs.checks.result import Check, CheckResult
+from laserbatch.jobs.checks.result import CheckResult
 from laserbatch.jobs.console import ExitCode, stdout, summary, visible
 from laserbatch.jobs.settings import CONFIG, JSON, SAMPLE_MODEL, WORKSPACE, Settings, load_settings
 from laserbatch.pipeline.errors import LaserbatchError
@@ -18,14 +18,14 @@ from laserbatch.pipeline.errors import LaserbatchError
 logger = logging.getLogger("laserbatch")
 
 STYLES = {"ok": "green", "warning": "yellow", "fault": "bold red"}
-CHECKS: tuple[Check, ...] = (
-    *machine.SOFTWARE,
-    model.check_memory_and_model,
-    model.check_dtype,
-    trial.check_answer,
-    *machine.FILES,
+# Functions of `jobs/checks`, whose modules are imported when they run: a torch that cannot be imported is found too.
+CHECKS = (
+    *("machine.check_versions", "machine.check_gpu", "machine.check_kernels", "machine.check_batch"),
+    *("machine.check_engine", "model.check_memory_and_model", "model.check_dtype", "trial.check_answer"),
+    *("machine.check_workspace", "machine.check_encoder", "machine.check_pools", "machine.check_tables"),
+    "machine.check_extensions",
 )
-MODEL_CHECKS: tuple[Check, ...] = (model.check_memory_and_model, model.check_dtype, trial.check_model_here)
+MODEL_CHECKS = ("model.check_memory_and_model", "model.check_dtype", "trial.check_model_here")
 
 
 def doctor(
@@ -50,7 +50,7 @@ def doctor(
     if model_dir is not None:
         overrides["decoding.model"] = model_dir if model_dir == SAMPLE_MODEL else str(Path(model_dir).resolve())
     settings = load_settings(config, overrides)
-    checks = MODEL_CHECKS if model_dir is not None else (*CHECKS, machine.check_ray) if with_ray else CHECKS
+    checks = MODEL_CHECKS if model_dir is not None else (*CHECKS, "machine.check_ray") if with_ray else CHECKS
     findings = examine(settings, checks)
     num_faults = sum(finding.level == "fault" for finding in findings)
     if as_json:
@@ -63,13 +63,14 @@ def doctor(
         raise typer.Exit(ExitCode.BAD_INPUT)
 
 
-def examine(settings: Settings, checks: Sequence[Check]) -> list[CheckResult]:
+def examine(settings: Settings, checks: Sequence[str]) -> list[CheckResult]:
     """Findings of all checks; one that meets an error has found it, and the others go on."""
     findings: list[CheckResult] = []
     for check in checks:
-        about = check.__name__.removeprefix("check_").replace("_", " ")
+        module, _, function = check.partition(".")
+        about = function.removeprefix("check_").replace("_", " ")
         try:
-            findings += check(settings)
+            findings += getattr(import_module(f"laserbatch.jobs.checks.{module}"), function)(settings)
         except LaserbatchError as error:  # their messages say what to do
             if str(error) not in (finding.found for finding in findings):
                 findings.append(CheckResult(about, "fault", str(error)))

@@ -76,7 +76,7 @@ def sample_copy(tmp_path):
 
 def model_faults(world, folder):
     settings = load_settings(write_config(world, "model.yaml", decoding={"model": str(folder)}))
-    results = doctor.examine(settings, [model.check_memory_and_model])
+    results = doctor.examine(settings, ["model.check_memory_and_model"])
     return [finding.found for finding in results if finding.about == "model" and finding.level == "fault"]
 
 
@@ -91,7 +91,7 @@ def test_weights_that_the_configuration_does_not_describe_are_a_fault(world, sam
 def test_a_folder_without_configuration_is_one_fault(world, sample_copy):
     (sample_copy / "config.json").unlink()
     settings = load_settings(write_config(world, "model.yaml", decoding={"model": str(sample_copy)}))
-    (finding,) = doctor.examine(settings, [model.check_memory_and_model, model.check_dtype])
+    (finding,) = doctor.examine(settings, ["model.check_memory_and_model", "model.check_dtype"])
     assert "holds no config.json" in finding.found
 
 
@@ -100,7 +100,7 @@ def test_added_tokens_without_rows_in_the_embedding_are_a_fault(world, sample_co
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|unused|>"]})
     tokenizer.save_pretrained(sample_copy)
     settings = load_settings(write_config(world, "model.yaml", decoding={"model": str(sample_copy)}))
-    levels = {result.found: result.level for result in doctor.examine(settings, [model.check_memory_and_model])}
+    levels = {result.found: result.level for result in doctor.examine(settings, ["model.check_memory_and_model"])}
     assert [level for result, level in levels.items() if "'<|unused|>'" in result] == ["warning"]
     tokenizer.add_tokens(["Heat", "crime"])
     tokenizer.save_pretrained(sample_copy)
@@ -119,7 +119,7 @@ def test_added_tokens_without_rows_in_the_embedding_are_a_fault(world, sample_co
 def test_whether_an_end_token_comes_is_tried_with_a_short_question(world, tmp_path, script, end, level, expected):
     folder = parrot(tmp_path / "model", script, end=end)
     config = write_config(world, "parrot.yaml", decoding={"model": str(folder)})
-    answer = findings(config, trial.check_answer)["answer"]
+    answer = findings(config, "trial.check_answer")["answer"]
     assert answer.level == level and expected in answer.found
     assert answer.hint is None or "eos_token_id in" in answer.hint
 
@@ -171,14 +171,14 @@ def test_a_folder_that_cannot_be_locked_is_told(world, monkeypatch):
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(machine.fcntl, "flock", refuse)
-    result = findings(write_config(world), machine.check_workspace)["workspace"]
+    result = findings(write_config(world), "machine.check_workspace")["workspace"]
     assert result.level == "fault" and "Operation not supported" in result.found and "NFS 4" in result.hint
 
 
 def test_a_full_disk_and_versions_of_another_time_are_told(world, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder: usage(10**12, 10**12, 10**6))
-    result = findings(write_config(world), machine.check_workspace)["disk"]
+    result = findings(write_config(world), "machine.check_workspace")["disk"]
     assert (result.level, result.found[:6]) == ("fault", "0.0 GB") and "pools gc" in result.hint
     monkeypatch.setattr(machine, "version", lambda name: "0.0.1" if name == "ray" else "99")
     faults = [finding.found for finding in machine.check_versions(None) if finding.level == "fault"]
@@ -199,7 +199,7 @@ def test_vllm_that_is_not_installed_or_cannot_be_imported_is_told(
     done = subprocess.CompletedProcess((), returncode, "0.20.2\n", "Traceback\nImportError: libcudart.so.12\n")
     monkeypatch.setattr(inputs, "find_spec", lambda name: object() if is_installed else None)
     monkeypatch.setattr(machine.subprocess, "run", lambda *arguments, **options: done)
-    result = findings(write_config(world, "vllm.yaml", decoding={"engine": "vllm"}), machine.check_engine)["engine"]
+    result = findings(write_config(world, "vllm.yaml", decoding={"engine": "vllm"}), "machine.check_engine")["engine"]
     assert result.level == level and expected in result.found
 
 
@@ -232,7 +232,12 @@ def gpus(monkeypatch, tmp_path):
 
 
 def of_gpu(config, *checks):
-    checks = checks or (machine.check_gpu, machine.check_kernels, model.check_dtype, model.check_memory_and_model)
+    checks = checks or (
+        "machine.check_gpu",
+        "machine.check_kernels",
+        "model.check_dtype",
+        "model.check_memory_and_model",
+    )
     return doctor.examine(load_settings(config), list(checks))
 
 
@@ -253,16 +258,16 @@ def test_a_machine_with_gpus_has_no_fault(world, gpus):
 
 
 def test_a_batch_that_is_small_for_a_gpu_is_warned_of(world, gpus):
-    results = of_gpu(write_config(world, decoding={"batch_size": 16}), machine.check_batch)
+    results = of_gpu(write_config(world, decoding={"batch_size": 16}), "machine.check_batch")
     assert levels(results) == {("batch", "warning")} and "batch_size is 16" in results[0].found
-    assert of_gpu(write_config(world, decoding={"batch_size": 64}), machine.check_batch) == []
+    assert of_gpu(write_config(world, decoding={"batch_size": 64}), "machine.check_batch") == []
     gpus["number"] = 0
-    assert of_gpu(write_config(world, decoding={"batch_size": 16}), machine.check_batch) == []
+    assert of_gpu(write_config(world, decoding={"batch_size": 16}), "machine.check_batch") == []
 
 
 def test_gpu_that_other_processes_use_is_warned_of(world, gpus):
     gpus["free"] = 60 * GB
-    results = of_gpu(write_config(world), machine.check_gpu)
+    results = of_gpu(write_config(world), "machine.check_gpu")
     assert ("GPU", "warning") in levels(results) and "nvidia-smi" in results[-1].hint
 
 
@@ -271,20 +276,20 @@ def test_gpu_that_cannot_compute_is_a_fault_and_the_next_is_examined(world, gpus
         raise RuntimeError("The NVIDIA driver is too old")
 
     gpus["error"] = "CUDA error: no kernel image is available for execution on the device\nCompile with ..."
-    faults = [finding for finding in of_gpu(write_config(world), machine.check_gpu) if finding.level == "fault"]
+    faults = [finding for finding in of_gpu(write_config(world), "machine.check_gpu") if finding.level == "fault"]
     assert [finding.found[:20] for finding in faults] == ["GPU 0 cannot compute", "GPU 1 cannot compute"]
     assert "Compile with" not in faults[0].found
     monkeypatch.setattr(torch.cuda, "get_device_properties", refuse)
-    results = of_gpu(write_config(world), model.check_memory_and_model)
+    results = of_gpu(write_config(world), "model.check_memory_and_model")
     (fault,) = [result for result in results if result.level == "fault"]
     assert "driver is too old" in fault.found and fault.hint is None
     gpus["number"] = 0
-    assert "torch sees no GPU" in of_gpu(write_config(world), machine.check_gpu)[-1].found
+    assert "torch sees no GPU" in of_gpu(write_config(world), "machine.check_gpu")[-1].found
 
 
 def test_doctor_names_attention_and_dtype_of_a_gpu(world, gpus, monkeypatch):
     pytest.importorskip("triton")
-    checks = machine.check_kernels, model.check_dtype
+    checks = "machine.check_kernels", "model.check_dtype"
     with monkeypatch.context() as patched:
         patched.setattr(cuda_graphs, "kernel_for", lambda choice, device: None)
         results = of_gpu(write_config(world, "t.yaml", decoding={"dtype": "bfloat16"}), *checks)
@@ -317,7 +322,7 @@ def test_doctor_names_attention_and_dtype_of_a_gpu(world, gpus, monkeypatch):
 def test_doctor_names_the_dtype_of_a_cpu_and_its_reason(world, gpus, monkeypatch, is_native, decoding, level, says):
     gpus["number"] = 0
     monkeypatch.setattr(compute_type, "multiplies_bfloat16", lambda: is_native)
-    (result,) = of_gpu(write_config(world, "cpu.yaml", decoding=decoding), model.check_dtype)
+    (result,) = of_gpu(write_config(world, "cpu.yaml", decoding=decoding), "model.check_dtype")
     assert (result.about, result.level) == ("dtype", level) and says in result.found
 
 
@@ -339,7 +344,7 @@ def test_the_engine_that_fits_is_advised_and_another_is_no_fault(
     gpus |= changed
     monkeypatch.setattr(model, "find_spec", lambda name: None)
     config = write_config(world, "fit.yaml", decoding=decoding)
-    result = findings(config, model.check_memory_and_model)["fitting engine"]
+    result = findings(config, "model.check_memory_and_model")["fitting engine"]
     assert result.level == level
     assert result.hint is None if advice is None else advice in result.hint
 
@@ -347,7 +352,7 @@ def test_the_engine_that_fits_is_advised_and_another_is_no_fault(
 def test_nothing_is_said_of_the_machines_of_a_cluster(world, monkeypatch):
     monkeypatch.setattr(gpus_module, "GPU_DRIVERS", ())
     config = write_config(world, "cluster.yaml", cluster={"ray_address": "auto"})
-    results = findings(config, machine.check_gpu, model.check_memory_and_model)
+    results = findings(config, "machine.check_gpu", "model.check_memory_and_model")
     assert "not known here" in results["fitting engine"].found and "Ray cluster" in results["GPU"].found
 
 

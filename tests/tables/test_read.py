@@ -4,7 +4,6 @@ import datetime
 import hashlib
 from dataclasses import replace
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -87,22 +86,6 @@ def test_ids_come_back_as_they_went_in_and_days_are_cut_at_their_end(tmp_path_fa
     everything = read_tables(path)
     assert everything.items["item_id"].to_pylist() == ids
     assert everything.interactions.num_rows == len(set(rows))
-
-
-@pytest.mark.parametrize("is_sorted", [True, False])
-def test_events_of_one_moment_come_by_user_and_item_and_equal_ones_as_in_the_file(tmp_path, is_sorted):
-    rng = np.random.default_rng(0)
-    times = rng.integers(0, 20, 60)
-    columns = {
-        "user_id": rng.choice(["a", "b"], 60),
-        "item_id": rng.integers(1, 3, 60),
-        "timestamp": DAY_1_S + (np.sort(times) if is_sorted else times),
-        "rating": np.arange(60) / 2,
-    }
-    interactions = pa.table(columns)
-    tables = read_tables(write_world(tmp_path, interactions=interactions))
-    keys = [(name, "ascending") for name in ("timestamp", "user_id", "item_id")]
-    assert tables.interactions["rating"].equals(interactions.sort_by(keys)["rating"])
 
 
 def test_encodings_of_other_writers_are_read(tmp_path):
@@ -293,19 +276,6 @@ def test_files_that_store_a_column_in_another_type_are_streamed_as_they_are_read
     by_row = [(name, "ascending") for name in rows]
     assert streamed.sort_by(by_row).equals(read.sort_by(by_row))
     assert streamed.schema.field("timestamp").type == TIMESTAMP_TYPE
-
-
-@given(rows=st.lists(st.tuples(*[st.integers(0, 1)] * 3, st.sampled_from([None, 1.0, 2.0])), max_size=12))
-def test_exact_copies_are_those_that_a_set_finds(tmp_path_factory, rows):
-    folder = tmp_path_factory.mktemp("copies")
-    schema = pa.schema(
-        [("user_id", pa.int64()), ("item_id", pa.int64()), ("timestamp", pa.int64()), ("rating", pa.float64())]
-    )
-    pq.write_table(
-        pa.Table.from_pylist([dict(zip(schema.names, row, strict=True)) for row in rows], schema),
-        folder / "interactions.parquet",
-    )
-    assert find_exact_copies(folder).tolist() == [row in rows[:number] for number, row in enumerate(rows)]
 
 
 @pytest.mark.parametrize(("unit", "per_second"), [("milli", 10**3), ("micro", 10**6), ("nano", 10**9)])
