@@ -20,9 +20,18 @@ from packaging.requirements import Requirement
 from laserbatch.jobs.checks.result import CheckResult
 from laserbatch.jobs.extensions import extension
 from laserbatch.jobs.settings import Settings
+from laserbatch.jobs.stages.inputs import check_inputs, require_engine
+from laserbatch.pipeline import gpus
+from laserbatch.pipeline.decoding.model.folder import tokenizer_folder
+from laserbatch.pipeline.encoding.identity import find_encoder
+from laserbatch.pipeline.engine_choice import small_batch
 from laserbatch.pipeline.errors import first_line
 from laserbatch.pipeline.storage.atomic import size_bytes
+from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
+from laserbatch.retrieval_pools.index.store import PoolStore
+from laserbatch.retrieval_pools.routing.router import Router
 
 MIN_FREE_BYTES = 2 * 10**9  # with less free disk a night is likely to fill it
 MIN_FREE_SHARE = 0.9  # of a GPU's memory; below it another process uses the GPU, and vLLM by default does not start
@@ -47,9 +56,7 @@ def check_versions(settings: Settings) -> Iterator[CheckResult]:
 
 
 def check_gpu(settings: Settings) -> Iterator[CheckResult]:
-    from laserbatch.pipeline.gpus import GPU_DRIVERS, driver_version, num_gpus, try_gpu
-
-    device_file = next((path for path in GPU_DRIVERS if Path(path).exists()), None)
+    device_file = next((path for path in gpus.GPU_DRIVERS if Path(path).exists()), None)
     if device_file is None:
         writers = "the CPU" if settings.cluster.ray_address is None else "the nodes of the Ray cluster"
         yield CheckResult("GPU", "ok", f"no driver of one is here: texts are written by {writers}")
@@ -57,8 +64,8 @@ def check_gpu(settings: Settings) -> Iterator[CheckResult]:
     import torch
 
     built = torch.version.cuda or torch.version.hip or "no GPU"
-    versions = f"driver {driver_version() or f'at {device_file}'}, torch {torch.__version__} built for {built}"
-    number = num_gpus()
+    versions = f"driver {gpus.driver_version() or f'at {device_file}'}, torch {torch.__version__} built for {built}"
+    number = gpus.num_gpus()
     if not number:
         hint = "Install the torch build that the driver takes (`nvidia-smi` names it), or unset CUDA_VISIBLE_DEVICES"
         yield CheckResult("GPU", "fault", f"{versions}: torch sees no GPU", hint)
@@ -66,7 +73,7 @@ def check_gpu(settings: Settings) -> Iterator[CheckResult]:
     yield CheckResult("GPU", "ok", versions)
     for device in range(number):
         try:
-            name, free_bytes, total_bytes = try_gpu(device)
+            name, free_bytes, total_bytes = gpus.try_gpu(device)
         except RuntimeError as error:
             hint = "Look at `nvidia-smi`; leave this GPU out of CUDA_VISIBLE_DEVICES, or install a torch build for it"
             yield CheckResult("GPU", "fault", f"GPU {device} cannot compute: {first_line(error)}", hint)
@@ -81,10 +88,8 @@ def check_gpu(settings: Settings) -> Iterator[CheckResult]:
 
 def check_kernels(settings: Settings) -> Iterator[CheckResult]:
     """With which attention laserbatch's engine computes on a GPU."""
-    from laserbatch.pipeline.gpus import num_gpus
-
     decoding = settings.decoding
-    if decoding.engine != "laserbatch" or not num_gpus():
+    if decoding.engine != "laserbatch" or not gpus.num_gpus():
         return
     import torch
 
@@ -107,17 +112,12 @@ def check_kernels(settings: Settings) -> Iterator[CheckResult]:
 
 
 def check_batch(settings: Settings) -> Iterator[CheckResult]:
-    from laserbatch.pipeline.engine_choice import small_batch
-    from laserbatch.pipeline.gpus import num_gpus
-
     decoding = settings.decoding
-    if decoding.engine != "endpoint" and num_gpus() and (problem := small_batch(decoding.batch_size)):
+    if decoding.engine != "endpoint" and gpus.num_gpus() and (problem := small_batch(decoding.batch_size)):
         yield CheckResult("batch", "warning", problem, "Set decoding.batch_size: 128, and less where memory runs out")
 
 
 def check_engine(settings: Settings) -> Iterator[CheckResult]:
-    from laserbatch.jobs.stages.inputs import require_engine
-
     require_engine(settings)
     if settings.decoding.engine != "vllm":
         return
@@ -138,8 +138,6 @@ def check_engine(settings: Settings) -> Iterator[CheckResult]:
 
 
 def check_workspace(settings: Settings) -> Iterator[CheckResult]:
-    from laserbatch.pipeline.storage.workspace import Workspace
-
     folder = settings.workspace
     if folder.exists() and any(folder.iterdir()):
         Workspace.open(folder, create=False)  # raises where it holds something else
@@ -168,18 +166,11 @@ def check_workspace(settings: Settings) -> Iterator[CheckResult]:
 
 
 def check_encoder(settings: Settings) -> Iterator[CheckResult]:
-    from laserbatch.pipeline.encoding.identity import find_encoder
-
     folder, digest = find_encoder(settings.encoding)
     yield CheckResult("encoder", "ok", f"{folder} ({digest[:8]})")
 
 
 def check_pools(settings: Settings) -> Iterator[CheckResult]:
-    from laserbatch.pipeline.decoding.model.folder import tokenizer_folder
-    from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
-    from laserbatch.retrieval_pools.index.store import PoolStore
-    from laserbatch.retrieval_pools.routing.router import Router
-
     store = PoolStore(settings.workspace / "pools")
     current = store.current_version()
     if current is None:
@@ -200,8 +191,6 @@ def check_pools(settings: Settings) -> Iterator[CheckResult]:
 
 
 def check_tables(settings: Settings) -> Iterator[CheckResult]:
-    from laserbatch.jobs.stages.inputs import check_inputs
-
     if settings.tables.path is None:
         yield CheckResult(
             "tables", "fault", "tables.path is not set", "`laserbatch init TABLES` writes a configuration"

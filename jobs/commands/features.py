@@ -145,16 +145,16 @@ def export(
     with atomic_folder(out, overwrite) as folder:
         sides = []
         for side in SIDES:
-            path, num_rows = night.run.features_path(side), _num_rows(night.run, side)
-            schema, has_changed = pq.read_schema(parquet_files(path)[0]), None
-            counts[f"{side}s"] = {"rows": num_rows}
+            path = night.run.features_path(side)
+            counts[f"{side}s"] = {"rows": _num_rows(night.run, side)}
+            rows = iter_parquet(path)
             if before is not None:
                 _num_rows(before, side)
                 has_changed, gone = changed_rows(path, before.features_path(side), f"{side}_id")
                 counts[f"{side}s"] = {"rows": int(has_changed.sum()), "gone": len(gone)}
                 write_parquet(pa.table({f"{side}_id": gone}), folder / f"gone_{side}s.parquet")
-            rows = iter_parquet(path) if has_changed is None else _selected_rows(path, has_changed)
-            sides.append(SideExport(side, schema, rows))
+                rows = _selected_rows(path, has_changed)
+            sides.append(SideExport(side, pq.read_schema(parquet_files(path)[0]), rows))
         FORMATS[layout](sides, folder, out.resolve())
     summary({"folder": out, "format": layout, "run_id": night.run.run_id, **counts}, as_json)
 

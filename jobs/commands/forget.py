@@ -283,10 +283,10 @@ def _in_tables(settings: Settings, requested: Ids) -> dict[Side, dict[str, set[s
     remaining: dict[Side, dict[str, set[str]]] = {side: {} for side in SIDES}
     try:
         folder = tables_folder(settings.tables.path)
-        for side in (side for side in SIDES if requested[side]):
-            for table in (f"{side}s", "interactions"):
+        for side, keys in requested.items():
+            for table in (f"{side}s", "interactions") if keys else ():
                 for ids in iter_column(folder, table, f"{side}_id"):
-                    if found := ids.filter(is_of(ids, requested[side])).unique().to_pylist():
+                    if found := ids.filter(is_of(ids, keys)).unique().to_pylist():
                         remaining[side].setdefault(table, set()).update(map(str, found))
     except LaserbatchError as error:
         say(f"the input tables could not be read: {error}")

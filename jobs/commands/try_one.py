@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import typer
@@ -99,14 +100,15 @@ def try_one(
     alone = with_only(tables, side, user if item is None else item, of_all_dates)
     if needs_a_model(settings):
         say(NEEDS_A_MODEL)
-    settings = settings.model_copy(update={"refresh": RefreshSettings()})  # written even if a night would wait
+    changes: dict[str, Any] = {}
     if settings.decoding.engine == "vllm":  # it needs a process in which nothing was planned
         say("tried with our engine: vLLM writes the same, but for near-ties")
-        ours = settings.decoding.model_copy(update={"engine": "laserbatch", "vllm": {}})
-        settings = settings.model_copy(update={"decoding": ours})
+        changes = {"engine": "laserbatch", "vllm": {}}
     if (server := settings.decoding.endpoint) is not None:  # which is not to take a day for one text
-        at_once = settings.decoding.model_copy(update={"endpoint": server.model_copy(update={"mode": "requests"})})
-        settings = settings.model_copy(update={"decoding": at_once})
+        changes = {"endpoint": server.model_copy(update={"mode": "requests"})}
+    decoding = settings.decoding.model_copy(update=changes)
+    # Written even if a night would wait.
+    settings = settings.model_copy(update={"decoding": decoding, "refresh": RefreshSettings()})
     exists = (settings.workspace / "workspace.json").exists()
     opened = Workspace.open(settings.workspace, create=False) if exists else Workspace(settings.workspace)
     night = new_night(settings, opened, night_date or datetime.datetime.now(datetime.UTC).date())

@@ -75,7 +75,7 @@ def ctr_table(figures: CtrFigures) -> Table:
             {
                 "Model": score.model,
                 "Knowledge": score.variant,
-                "AUC": _spread(score.auc, score.auc_std),
+                "AUC": decimal(score.auc, 4) + ("" if score.auc_std is None else f" ± {decimal(score.auc_std, 4)}"),
                 "LogLoss (nats)": decimal(score.logloss, 4),
                 "GAUC": decimal(score.gauc, 4),
                 "Mean prediction over base rate": decimal(score.calibration, 3, signed=True),
@@ -131,7 +131,3 @@ def _against_plain(verdict: CtrVerdict | None) -> dict[str, str]:
         "AUC vs plain": mean + interval,
         "Verdict": "as good" if verdict.verdict == "equivalent" else verdict.verdict,
     }
-
-
-def _spread(mean: float | None, std: float | None) -> str:
-    return decimal(mean, 4) + ("" if std is None else f" ± {decimal(std, 4)}")

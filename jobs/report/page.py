@@ -177,7 +177,7 @@ def key_figures(manifest: RunManifest, sides: list[SideReport]) -> list[KeyFigur
 def _ctr_figure(manifest: RunManifest) -> KeyFigure:
     gains = own_gains(manifest.judgement.ctr)
     if not gains:
-        return KeyFigure("wall time", seconds(_wall_s(manifest)), ["all stages"])
+        return KeyFigure("wall time", seconds(sum(manifest.stages.values())), ["all stages"])
     median = decimal(statistics.median(gain.auc for gain in gains), 4, signed=True)
     notes = [f"median of {counted(len(gains), 'model')}"]
     is_shown = all(gain.is_shown for gain in gains)
@@ -187,10 +187,6 @@ def _ctr_figure(manifest: RunManifest) -> KeyFigure:
     if overall is not None:
         notes.append(f"{decimal(overall.mean_difference, 4, signed=True)} against plain texts")
     return KeyFigure("AUC from knowledge", median if is_shown else "not shown", notes)
-
-
-def _wall_s(manifest: RunManifest) -> float:
-    return sum(manifest.stages.values())
 
 
 def _warnings(manifest: RunManifest, sides: list[SideReport]) -> list[str]:
@@ -226,4 +222,4 @@ def _facts(manifest: RunManifest) -> list[str]:
         facts.append(by_us if server is None else f"written by {server.model} at {server.url}")
     if machine.get("gpu") or machine.get("num_cpus"):
         facts.append(machine.get("gpu") or f"{machine['num_cpus']} CPU cores")
-    return [*facts, f"{seconds(_wall_s(manifest))} in all"]
+    return [*facts, f"{seconds(sum(manifest.stages.values()))} in all"]

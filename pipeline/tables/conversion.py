@@ -51,9 +51,7 @@ def to_type(column: pa.Array, kind: pa.DataType, expected: str | None = None) ->
 
 def with_points(column: pa.Array) -> pa.Array:
     """Numbers as text with a decimal comma, 4,5, as 4.5; ConversionFault for one with a point too."""
-    row = pc.index(pc.match_substring(column, "."), True).as_py()
-    if row >= 0:
-        raise ConversionFault(row, column[row].as_py(), "a number with a decimal comma and no point")
+    _refuse(column, pc.match_substring(column, "."), "a number with a decimal comma and no point")
     return pc.replace_substring(column, ",", ".")
 
 
@@ -73,9 +71,8 @@ def whole_numbers(column: pa.Array) -> pa.Array:
 
 def uncut(ids: pa.Array) -> pa.Array:
     """The ids; ConversionFault for text such as 1.23E+11 or 123,456, which spreadsheets make of long numbers."""
-    row = pc.index(pc.match_substring_regex(pc.utf8_trim_whitespace(ids), _CUT_ID), True).as_py()
-    if row >= 0:
-        raise ConversionFault(row, ids[row].as_py(), "an id with all of its digits alone; export the column as text")
+    is_cut = pc.match_substring_regex(pc.utf8_trim_whitespace(ids), _CUT_ID)
+    _refuse(ids, is_cut, "an id with all of its digits alone; export the column as text")
     return ids
 
 
@@ -111,9 +108,12 @@ def to_time(column: pa.Array, unit: str) -> pa.Array:
         return _each(column, column, known_times, "a time that 64 bits of microseconds hold")
     if unit in UNITS_PER_SECOND:
         expected = f"a time between 1900 and 2200 in {unit} since 1970, or another `unit`: {ALL_UNITS}"
-        if column.type == pa.string():
-            _require_all_digits(column)
-        numbers = to_type(column, pa.float64() if _has_fractions(column) else pa.int64(), expected)
+        has_fractions = not pt.is_integer(column.type)
+        if column.type == pa.string():  # 1.71561E+12 and the like: a spreadsheet keeps six digits; programs write e+
+            is_cut = pc.match_substring(column, "E+")
+            _refuse(column, is_cut, "a time with all of its digits; export the column as text")
+            has_fractions = bool(pc.any(pc.match_substring(column, ".")).as_py())
+        numbers = to_type(column, pa.float64() if has_fractions else pa.int64(), expected)
         return _each(numbers, column, lambda values: _from_epoch(values, unit), expected)
     text = pc.utf8_trim_whitespace(to_type(column, pa.string()))
     if unit == "iso":
@@ -123,17 +123,11 @@ def to_time(column: pa.Array, unit: str) -> pa.Array:
     return _each(text, column, lambda values: parse_times(values, unit), expected)
 
 
-def _require_all_digits(numbers: pa.Array) -> None:
-    """Raise ConversionFault for 1.71561E+12 and the like: a spreadsheet keeps six digits; programs write e+."""
-    row = pc.index(pc.match_substring(numbers, "E+"), True).as_py()
+def _refuse(column: pa.Array, is_faulty: pa.Array, expected: str) -> None:
+    """Raise ConversionFault for the first value that is marked."""
+    row = pc.index(is_faulty, True).as_py()
     if row >= 0:
-        raise ConversionFault(row, numbers[row].as_py(), "a time with all of its digits; export the column as text")
-
-
-def _has_fractions(column: pa.Array) -> bool:
-    if column.type == pa.string():
-        return bool(pc.any(pc.match_substring(column, ".")).as_py())
-    return not pt.is_integer(column.type)
+        raise ConversionFault(row, column[row].as_py(), expected)
 
 
 def _from_epoch(values: pa.Array, unit: str) -> pa.Array:
