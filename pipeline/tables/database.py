@@ -159,7 +159,8 @@ def _sqlite_schema(cursor: sqlite3.Cursor, path: Path, table: str) -> pa.Schema:
                     row = next(row for row, value in enumerate(values) if type(value) is kind)
                     first_of_kind[kind] = first_row + row, values[row]
                     if len(first_of_kind) > 1 and first_of_kind.keys() != {int, float}:
-                        raise _mixed(path, table, name, *first_of_kind.values())
+                        first, *_, other = first_of_kind.values()
+                        raise _mixed(path, table, name, first, other)
         first_row += len(rows)
     kinds = [float if float in first_of_kind else next(iter(first_of_kind), None) for first_of_kind in first_of]
     return pa.schema([(name, _TYPES[kind] if kind else pa.null()) for name, kind in zip(names, kinds, strict=True)])

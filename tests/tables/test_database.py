@@ -176,7 +176,7 @@ def test_values_give_a_column_of_sqlite_its_type(tmp_path, values, kind):
 
 def test_values_of_several_types_are_refused_with_column_row_and_value(tmp_path):
     with pytest.raises(FaultyTable) as refused:
-        sqlite_rows(tmp_path, [None, 31, *[32] * BATCH_ROWS, "n/a"])
+        sqlite_rows(tmp_path, [None, 31, 32.5, *[32] * (BATCH_ROWS - 1), "n/a"])
     finding = refused.value.finding
     assert (finding.column, finding.row, finding.value) == ("value", BATCH_ROWS + 2, "n/a")
     assert "than that of row 1 (31)" in str(finding) and "CAST(value AS TEXT) AS value" in str(finding)
