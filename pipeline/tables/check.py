@@ -77,26 +77,15 @@ class _Part:
     table: str
     name: str
     file: PartFile | None = None
-    schema: pa.Schema = pa.schema([])  # noqa: RUF009 (it is immutable)
-    usable: frozenset[str] = frozenset()
+    usable: Mapping[str, pa.DataType] = field(default_factory=dict)
     units: Mapping[str, str] = field(default_factory=dict)  # of integer times that are no seconds
-
-    def ruled_columns(self) -> list[str]:
-        names = [
-            field.name
-            for field in self.schema
-            if role_of(self.table, field.name) is not ATTRIBUTE or plain_type(field.type) in (pa.string(), PATH_TYPE)
-        ]
-        if self.file is not None:
-            names += [name for name in self.file.doubled if name not in names]
-        return [name for name in names if name in self.usable and role_of(self.table, name) is not None]
 
 
 def _check_entities(path: Path, table: str, findings: Findings, max_failed_share: float) -> IdCodes | None:
     """Check users or items; returns the ids that are there, or None when they cannot be known."""
     id_column = ID_COLUMNS[table]
     parts = list(_open_parts(path, table, findings))
-    kinds = [id_type(part.schema.field(id_column).type) for part in parts if id_column in part.usable]
+    kinds = [id_type(part.usable[id_column]) for part in parts if id_column in part.usable]
     ids_there = IdCodes(kinds[0]) if len(kinds) == len(parts) and len(set(kinds)) == 1 else None
     repeated: list[tuple[Finding, np.ndarray, int, pa.Array]] = []
     for part in parts:
@@ -130,13 +119,15 @@ def _check_interactions(
     }  # fmt: skip
     num_rows = 0
     for part in _open_parts(path, "interactions", findings):
-        num_rows += 0 if part.file is None else part.file.metadata.num_rows
+        if part.file is not None:
+            num_rows += part.file.metadata.num_rows
+            is_rated = "rating" in part.file.schema_arrow.names
         comparable: dict[str, tuple[str, IdCodes]] = {}  # column of interactions -> its entity table and its ids
         for table, column in ID_COLUMNS.items():
             ids_of_table = known_ids[table]
             if ids_of_table is None or column not in part.usable:
                 continue
-            kind = id_type(part.schema.field(column).type)
+            kind = id_type(part.usable[column])
             if kind == ids_of_table.kind:
                 comparable[column] = table, ids_of_table
                 continue
@@ -156,7 +147,6 @@ def _check_interactions(
                 finding = Finding("unknown-entity", "interactions", found, f"ids of {table}", advice, column, part.name,
                                   is_warning=True)  # fmt: skip
                 findings.add_rows(finding, rows, first_row, values)
-            is_rated = "rating" in part.schema.names
             if "rating" in part.usable:
                 extremes = pc.min_max(batch["rating"].cast(pa.float64(), safe=False)).as_py()
                 if extremes["min"] is not None:
@@ -222,8 +212,9 @@ def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
         read = [field for field in file.schema_arrow if role_of(table, field.name) is not None]
         kinds[name] = {field.name: _compared_type(table, field) for field in read}
         findings.add(*_differences(table, name, kinds))
-        usable = frozenset(file.schema_arrow.names).difference(fault.column for fault in faults)
-        yield _Part(table, name, file, file.schema_arrow, usable, units)
+        faulty = {fault.column for fault in faults}
+        usable = {field.name: field.type for field in file.schema_arrow if field.name not in faulty}
+        yield _Part(table, name, file, usable, units)
     if num_rows == 0:
         findings.add(Finding("empty-table", table, "the table has no rows", "at least one", "write the table again"))
 
@@ -257,8 +248,15 @@ def _checked_batches(
 
     Damage that shows only now becomes a finding.
     """
-    columns, first_row = [name for name in part.ruled_columns() if name not in sound], 0
-    if part.file is None or not columns:
+    if part.file is None:
+        return
+    columns, first_row = [], 0
+    for name, kind in part.usable.items():
+        role = role_of(part.table, name)
+        is_ruled = role is not ATTRIBUTE or plain_type(kind) in (pa.string(), PATH_TYPE) or name in part.file.doubled
+        if role is not None and is_ruled and name not in sound:
+            columns.append(name)
+    if not columns:
         return
     try:
         for batch in part.file.iter_batches(BATCH_ROWS, columns=columns):

@@ -140,11 +140,11 @@ def guess_join(log: SourceTable, log_columns: Sequence[str], entities: SourceTab
     if overlap == 0 and entities.is_whole:
         no_column = Guess(None, f"none of the values of {', '.join(log_columns)} is a {of_id} of {file}")
         return Join(no_column, Guess(of_id, f"by its name; another one in each of the {rows}"))
-    shared = f"{overlap:.0%} of the {of_log} of {log.name} are among them" if overlap else "of its values none was seen"
+    shared = f"; {overlap:.0%} of the {of_log} of {log.name} are among them" if overlap else ""
     by = "by its name" if of_id in id_columns else "by its values"
     return Join(
         Guess(of_log, f"{overlap:.0%} of its values are in {of_id} of {file}" if overlap else "by its name"),
-        Guess(of_id, f"{by}; another one in each of the {rows}" + (f"; {shared}" if overlap else "")),
+        Guess(of_id, f"{by}; another one in each of the {rows}{shared}"),
     )
 
 
