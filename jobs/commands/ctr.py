@@ -9,8 +9,7 @@ import typer
 
 from laserbatch.ctr.settings import CtrOptions, CtrSettings, History, ModelName
 from laserbatch.jobs.console import TO_FILE, TO_FOLDER, print_table, stdout, summary
-from laserbatch.jobs.report.ctr_table import ctr_lead, ctr_table
-from laserbatch.jobs.report.variant_table import between_line, variant_table
+from laserbatch.jobs.report.ctr_table import between_line, ctr_lead, ctr_table, variant_table
 from laserbatch.jobs.settings import CONFIG, CONFIGS, FRAMEWORKS, WORKSPACE, config_here, load_settings, variant_names
 from laserbatch.jobs.stages.compare_ctr import compare_ctr
 from laserbatch.jobs.stages.night import Night, open_run

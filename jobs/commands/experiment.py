@@ -7,7 +7,7 @@ import typer
 
 from laserbatch.jobs.commands.ctr import print_variants
 from laserbatch.jobs.console import ExitCode, print_table, say, summary
-from laserbatch.jobs.report.variant_table import audit_table
+from laserbatch.jobs.report.ctr_table import audit_table
 from laserbatch.jobs.settings import CONFIGS, FRAMEWORKS, JSON, WORKSPACE, config_here, load_settings, variant_names
 from laserbatch.jobs.stages.night import parse_date
 from laserbatch.jobs.stages.run_experiment import (

@@ -28,7 +28,7 @@ from laserbatch.pipeline.tables.schema import (
     plain_type,
     tables_folder,
 )
-from laserbatch.pipeline.tables.time_units import in_unit, integer_times
+from laserbatch.pipeline.tables.times import in_unit, integer_times
 from laserbatch.retrieval_pools.ids import IdCodes
 
 BATCH_ROWS = 256 * 1024

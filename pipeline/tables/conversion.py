@@ -13,7 +13,7 @@ import pyarrow.types as pt
 from laserbatch.pipeline.tables.findings import shown_value
 from laserbatch.pipeline.tables.schema import EARLIEST_S, LATEST_S, TIMESTAMP_TYPE, UNITS_PER_SECOND, plain_column
 from laserbatch.pipeline.tables.schema import timestamps as known_times
-from laserbatch.pipeline.tables.time_formats import ZONES_EXPECTED, parse_times
+from laserbatch.pipeline.tables.times import ZONES_EXPECTED, parse_times
 
 _EXPECTED = {pa.int64(): "an integer below 2**63", pa.float64(): "a number", pa.bool_(): "true or false"}
 _ZONE_PATTERN = r":\d{2}(\.\d+)?(Z|[+-]\d{2}(:?\d{2})?)$"
@@ -101,7 +101,7 @@ def to_time(column: pa.Array, unit: str) -> pa.Array:
 
     Timestamps and dates are taken as they are; numbers, and text that holds numbers, count `unit`s ("s", "ms", "us",
     "ns") since 1970; "iso" is text like 2024-05-31T23:59:00Z (no zone: UTC); else `unit` is a strptime format, as
-    `time_formats` reads it.
+    `times` reads it.
     """
     column = plain_column(column)
     if pt.is_timestamp(column.type) or pt.is_date(column.type):

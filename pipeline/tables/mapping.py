@@ -31,7 +31,7 @@ from laserbatch.pipeline.tables.settings import (
     SourceTime,
 )
 from laserbatch.pipeline.tables.source import SourceBatch, list_source, read_source
-from laserbatch.pipeline.tables.time_units import NAMES, other_reading, shown_span, unit_of
+from laserbatch.pipeline.tables.times import NAMES, other_reading, shown_span, unit_of
 from laserbatch.pipeline.validation import nearest, read_yaml, validated
 
 NUM_EXAMPLES = 3

@@ -16,7 +16,7 @@ from laserbatch.pipeline.tables.fetched import shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding, Findings, unreadable
 from laserbatch.pipeline.tables.parts import BATCH_ROWS, TablePart
 from laserbatch.pipeline.tables.schema import CREATED_AT, table_parts, time_scalar
-from laserbatch.pipeline.tables.time_units import in_unit, require_units
+from laserbatch.pipeline.tables.times import in_unit, require_units
 from laserbatch.retrieval_pools.mapped import MappedFiles
 
 

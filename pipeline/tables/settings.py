@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.storage.uris import has_credentials, is_uri, without_credentials
 from laserbatch.pipeline.tables.database import is_server
-from laserbatch.pipeline.tables.time_formats import format_fault
+from laserbatch.pipeline.tables.times import format_fault
 from laserbatch.pipeline.validation import Strict
 
 IdType = Literal["keep", "string", "int64"]

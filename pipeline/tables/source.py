@@ -34,7 +34,7 @@ from laserbatch.pipeline.tables.layout import ListedFile, Listing, is_parquet, l
 from laserbatch.pipeline.tables.parts import TablePart, typed_parts
 from laserbatch.pipeline.tables.schema import PATH_TYPE, id_type, plain_column, plain_type
 from laserbatch.pipeline.tables.settings import SourceColumn, SourceFiles
-from laserbatch.pipeline.tables.time_units import span_of
+from laserbatch.pipeline.tables.times import span_of
 from laserbatch.pipeline.validation import nearest
 
 BATCH_ROWS = 128 * 1024

@@ -34,7 +34,7 @@ from laserbatch.pipeline.tables.schema import (
     table_parts,
     tables_folder,
 )
-from laserbatch.pipeline.tables.time_units import require_units
+from laserbatch.pipeline.tables.times import require_units
 
 logger = logging.getLogger(__name__)
 

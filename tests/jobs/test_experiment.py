@@ -12,7 +12,7 @@ from night_world import run_here, write_config, write_here
 from planted_night import Encoder
 from small_world import TEMPLATES
 
-from laserbatch.jobs.report.variant_table import audit_table, between_line, variant_table
+from laserbatch.jobs.report.ctr_table import audit_table, between_line, variant_table
 from laserbatch.jobs.settings import load_settings
 from laserbatch.jobs.stages import run_experiment, variants
 from laserbatch.jobs.stages.night import open_run

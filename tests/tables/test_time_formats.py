@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from laserbatch.pipeline.tables.conversion import ConversionFault, to_time
 from laserbatch.pipeline.tables.settings import SourceTime
-from laserbatch.pipeline.tables.time_formats import parse_times
+from laserbatch.pipeline.tables.times import parse_times
 
 
 def parsed(text: str, time_format: str) -> str:
