@@ -191,19 +191,15 @@ def check_pools(settings: Settings) -> Iterator[CheckResult]:
 
 
 def check_tables(settings: Settings) -> Iterator[CheckResult]:
-    if settings.tables.path is None:
-        yield CheckResult(
-            "tables", "fault", "tables.path is not set", "`laserbatch init TABLES` writes a configuration"
-        )
-        return
-    findings = check_inputs(settings.tables.path, settings)
+    path = settings.tables.required_path
+    findings = check_inputs(path, settings)
     faults = [finding for finding in findings if not finding.is_warning]
     if faults:
         problems = "; ".join(map(str, faults[:3]))
-        yield CheckResult("tables", "fault", problems, f"`laserbatch data check {settings.tables.path}` names them all")
+        yield CheckResult("tables", "fault", problems, f"`laserbatch data check {path}` names them all")
     else:
         left_out = "".join(f"; {finding.found}" for finding in findings if finding.kind == "left-out")
-        yield CheckResult("tables", "ok", f"{settings.tables.path} has no fault{left_out}")
+        yield CheckResult("tables", "ok", f"{path} has no fault{left_out}")
 
 
 def check_extensions(settings: Settings) -> Iterator[CheckResult]:

@@ -22,7 +22,6 @@ from laserbatch.pipeline.decoding.model.folder import (
 from laserbatch.pipeline.distributed.cluster import Node, worker_layout
 from laserbatch.pipeline.distributed.settings import usable_cores
 from laserbatch.pipeline.engine_choice import choose_engine, vllm_advice
-from laserbatch.pipeline.errors import ModelError
 from laserbatch.pipeline.gpus import num_gpus
 
 NO_CHAT_TEMPLATE = (
@@ -44,11 +43,7 @@ def check_dtype(settings: Settings) -> Iterator[CheckResult]:
     find_weights(settings.model_dir)  # raises where this is no model folder
     decoding, has_gpu = settings.decoding, num_gpus() > 0
     stored, quantization = stored_dtype(settings.model_dir), quantization_of(read_config(settings.model_dir))
-    try:
-        choice = choose_dtype(decoding.dtype, "cuda" if has_gpu else "cpu", stored, quantization)
-    except ModelError as error:
-        yield CheckResult("dtype", "fault", str(error))
-        return
+    choice = choose_dtype(decoding.dtype, "cuda" if has_gpu else "cpu", stored, quantization)
     dtype = stored if choice.name == "auto" else choice.name
     text, hint = f"{dtype}: {choice.reason}", None
     if has_gpu:
@@ -105,46 +100,36 @@ def _served_model(settings: Settings) -> Iterator[CheckResult]:
         yield CheckResult("model", "warning", *NO_CHAT_TEMPLATE)
 
 
-def check_memory_and_model(settings: Settings) -> Iterator[CheckResult]:
+def check_model(settings: Settings) -> Iterator[CheckResult]:
     folder = settings.model_dir
     if settings.decoding.engine == "endpoint":
         yield from _served_model(settings)
         return
     weights = find_weights(folder)
     num_values = num_stored_values(weights)
-    num_bytes = sum(path.stat().st_size for path in weights)
     files = f"{folder}: {len(weights)} safetensors files, {num_values / 1e6:,.1f} M values"
-    try:
-        num_rows = require_described_weights(folder)
-    except ModelError as error:
-        yield CheckResult("model", "fault", str(error))
-        return
+    num_rows = require_described_weights(folder)
     compared = "" if num_rows else "; tensors were not compared with config.json (unknown to transformers, or packed)"
     yield CheckResult("model", "ok", files + compared)
     if settings.tables.path is not None and needs_a_model(settings):
         yield CheckResult("model", "warning", NEEDS_A_MODEL)
     tokenizer = load_tokenizer(folder, settings.decoding.adapter)
-    try:
-        warning = require_token_rows(folder, tokenizer, num_rows) if num_rows else None
-    except ModelError as error:
-        yield CheckResult("model", "fault", str(error))
-        return
-    if warning:
+    if num_rows and (warning := require_token_rows(folder, tokenizer, num_rows)):
         yield CheckResult("model", "warning", warning)
     if tokenizer.chat_template is None:
         yield CheckResult("model", "warning", *NO_CHAT_TEMPLATE)
-    yield fitting_engine(settings, num_values, num_bytes)
-    memory = host_memory()
-    if num_gpus():
+    yield fitting_engine(settings, num_values, sum(path.stat().st_size for path in weights))
+
+
+def check_memory(settings: Settings) -> Iterator[CheckResult]:
+    if settings.decoding.engine == "endpoint" or num_gpus():
         return  # each GPU holds the weights of one worker, which refuses what does not fit it
+    folder, weights, memory = settings.model_dir, find_weights(settings.model_dir), host_memory()
     num_workers = worker_layout(settings.cluster, [Node(usable_cores())]).num_workers
-    try:
-        choice = choose_dtype(
-            settings.decoding.dtype, "cpu", stored_dtype(folder), quantization_of(read_config(folder))
-        )
-    except ModelError:
-        return  # `check_dtype` has said it
-    needed = num_workers * max(num_bytes, {"float32": 4, "bfloat16": 2, "auto": 0}[choice.name] * num_values)
+    choice = choose_dtype(settings.decoding.dtype, "cpu", stored_dtype(folder), quantization_of(read_config(folder)))
+    bytes_per_value = {"float32": 4, "bfloat16": 2, "auto": 0}[choice.name]
+    num_bytes = sum(path.stat().st_size for path in weights)
+    needed = num_workers * max(num_bytes, bytes_per_value * num_stored_values(weights))
     message = f"{memory.free_bytes / 1e9:.1f} of {memory.total_bytes / 1e9:.1f} GB free; the weights of {num_workers} "
     message += f"workers take {needed / 1e9:.1f} GB"
     hint = "Take a smaller model, or lower cluster.num_workers" if needed > 0.8 * memory.free_bytes else None

@@ -21,11 +21,11 @@ STYLES = {"ok": "green", "warning": "yellow", "fault": "bold red"}
 # Functions of `jobs/checks`, whose modules are imported when they run: a torch that cannot be imported is found too.
 CHECKS = (
     *("machine.check_versions", "machine.check_gpu", "machine.check_kernels", "machine.check_batch"),
-    *("machine.check_engine", "model.check_memory_and_model", "model.check_dtype", "trial.check_answer"),
+    *("machine.check_engine", "model.check_model", "model.check_dtype", "model.check_memory", "trial.check_answer"),
     *("machine.check_workspace", "machine.check_encoder", "machine.check_pools", "machine.check_tables"),
     "machine.check_extensions",
 )
-MODEL_CHECKS = ("model.check_memory_and_model", "model.check_dtype", "trial.check_model_here")
+MODEL_CHECKS = ("model.check_model", "model.check_dtype", "model.check_memory", "trial.check_model_here")
 
 
 def doctor(

@@ -20,6 +20,8 @@ IdType = Literal["keep", "string", "int64"]
 
 
 class TablesSettings(Strict):
+    """The tables a run reads."""
+
     path: Path | str | None = Field(
         default=None,
         description="This folder, or URI (s3://bucket/prefix), holds the tables users, items and interactions. Every "

@@ -60,7 +60,7 @@ def test_every_fault_is_told_with_how_to_mend_it_and_the_code_is_3(world, tmp_pa
     assert done.returncode == 3
     lines = [line for line in done.stdout.splitlines() if line.startswith("fault")]
     for about, advice in (
-        ("memory and model: there is no model folder", "give the path of a folder"),
+        ("model: there is no model folder", "give the path of a folder"),
         ("workspace: ", "Give a new or empty folder"),
         ("encoder: encoder folder", "expected a folder"),
         ("tables: ", "nowhere"),
@@ -76,7 +76,7 @@ def sample_copy(tmp_path):
 
 def model_faults(world, folder):
     settings = load_settings(write_config(world, "model.yaml", decoding={"model": str(folder)}))
-    results = doctor.examine(settings, ["model.check_memory_and_model"])
+    results = doctor.examine(settings, ["model.check_model"])
     return [finding.found for finding in results if finding.about == "model" and finding.level == "fault"]
 
 
@@ -91,7 +91,7 @@ def test_weights_that_the_configuration_does_not_describe_are_a_fault(world, sam
 def test_a_folder_without_configuration_is_one_fault(world, sample_copy):
     (sample_copy / "config.json").unlink()
     settings = load_settings(write_config(world, "model.yaml", decoding={"model": str(sample_copy)}))
-    (finding,) = doctor.examine(settings, ["model.check_memory_and_model", "model.check_dtype"])
+    (finding,) = doctor.examine(settings, ["model.check_model", "model.check_dtype"])
     assert "holds no config.json" in finding.found
 
 
@@ -100,7 +100,7 @@ def test_added_tokens_without_rows_in_the_embedding_are_a_fault(world, sample_co
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|unused|>"]})
     tokenizer.save_pretrained(sample_copy)
     settings = load_settings(write_config(world, "model.yaml", decoding={"model": str(sample_copy)}))
-    levels = {result.found: result.level for result in doctor.examine(settings, ["model.check_memory_and_model"])}
+    levels = {result.found: result.level for result in doctor.examine(settings, ["model.check_model"])}
     assert [level for result, level in levels.items() if "'<|unused|>'" in result] == ["warning"]
     tokenizer.add_tokens(["Heat", "crime"])
     tokenizer.save_pretrained(sample_copy)
@@ -236,7 +236,7 @@ def of_gpu(config, *checks):
         "machine.check_gpu",
         "machine.check_kernels",
         "model.check_dtype",
-        "model.check_memory_and_model",
+        "model.check_model",
     )
     return doctor.examine(load_settings(config), list(checks))
 
@@ -280,7 +280,7 @@ def test_gpu_that_cannot_compute_is_a_fault_and_the_next_is_examined(world, gpus
     assert [finding.found[:20] for finding in faults] == ["GPU 0 cannot compute", "GPU 1 cannot compute"]
     assert "Compile with" not in faults[0].found
     monkeypatch.setattr(torch.cuda, "get_device_properties", refuse)
-    results = of_gpu(write_config(world), "model.check_memory_and_model")
+    results = of_gpu(write_config(world), "model.check_model")
     (fault,) = [result for result in results if result.level == "fault"]
     assert "driver is too old" in fault.found and fault.hint is None
     gpus["number"] = 0
@@ -344,7 +344,7 @@ def test_the_engine_that_fits_is_advised_and_another_is_no_fault(
     gpus |= changed
     monkeypatch.setattr(model, "find_spec", lambda name: None)
     config = write_config(world, "fit.yaml", decoding=decoding)
-    result = findings(config, "model.check_memory_and_model")["fitting engine"]
+    result = findings(config, "model.check_model")["fitting engine"]
     assert result.level == level
     assert result.hint is None if advice is None else advice in result.hint
 
@@ -352,7 +352,7 @@ def test_the_engine_that_fits_is_advised_and_another_is_no_fault(
 def test_nothing_is_said_of_the_machines_of_a_cluster(world, monkeypatch):
     monkeypatch.setattr(gpus_module, "GPU_DRIVERS", ())
     config = write_config(world, "cluster.yaml", cluster={"ray_address": "auto"})
-    results = findings(config, "machine.check_gpu", "model.check_memory_and_model")
+    results = findings(config, "machine.check_gpu", "model.check_model")
     assert "not known here" in results["fitting engine"].found and "Ray cluster" in results["GPU"].found
 
 

@@ -133,7 +133,7 @@ def test_a_dry_run_predicts_money_from_the_night_before(folder, server, capfd):
 def test_doctor_asks_the_server_and_try_shows_a_text_of_it(folder, server, capfd):
     server.fault = lambda body, number: None
     config = configured(folder, server, api="chat")
-    checks = ("model.check_dtype", "model.check_memory_and_model", "trial.check_answer")
+    checks = ("model.check_dtype", "model.check_model", "trial.check_answer")
     results = examine(load_settings(Path(config)), checks)
     assert {result.level for result in results} == {"ok"}
     assert results[-1].found.startswith("a short question was answered 'This")
