@@ -209,7 +209,7 @@ def check_extensions(settings: Settings) -> Iterator[CheckResult]:
 
 def check_ray(settings: Settings) -> Iterator[CheckResult]:
     from laserbatch.pipeline.distributed.cluster import ray_cluster
-    from laserbatch.pipeline.distributed.sharing import worker_bytes
+    from laserbatch.pipeline.distributed.spec import worker_bytes
 
     decoding = settings.decoding
     needed = partial(worker_bytes, settings.model_dir, decoding, settings.knowledge.max_prompt_tokens)

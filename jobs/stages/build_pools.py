@@ -146,7 +146,7 @@ def _build_in_task(
 
     TableError: the tables are no longer those that the night has read; ConfigError: some `files` are not seen here.
     """
-    from laserbatch.pipeline.distributed.shared_folder import require_visible
+    from laserbatch.pipeline.distributed.tasks import require_visible
 
     require_visible(files)
     workspace = Workspace(settings.workspace)

@@ -25,8 +25,8 @@ from laserbatch.jobs.stages.variants import means
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.distributed.actors import ShardAbandoned
-from laserbatch.pipeline.distributed.shared_folder import TOKEN_FILE
 from laserbatch.pipeline.distributed.spec import TextSpec
+from laserbatch.pipeline.distributed.tasks import TOKEN_FILE
 from laserbatch.pipeline.engine_choice import small_batch
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.planning.plan import CARRIED_SHARD, Shard, SidePlan, load_plan

@@ -15,10 +15,14 @@ from ray.exceptions import RayError, RayTaskError
 
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.distributed.cluster import WorkerLayout, cluster_nodes, format_nodes, require_own_gpu
-from laserbatch.pipeline.distributed.device_loss import ends_process_if_device_is_lost
 from laserbatch.pipeline.distributed.settings import ClusterSettings
-from laserbatch.pipeline.distributed.shared_folder import TOKEN_FILE, require_same_folder
 from laserbatch.pipeline.distributed.spec import WorkerSpec
+from laserbatch.pipeline.distributed.tasks import (
+    TOKEN_FILE,
+    ends_process_if_device_is_lost,
+    message_of,
+    require_same_folder,
+)
 from laserbatch.pipeline.errors import ClusterFailed, RunFailed
 from laserbatch.pipeline.planning.plan import Shard, read_ids, split_shard
 from laserbatch.pipeline.sides import Side
@@ -308,8 +312,7 @@ class WorkerPool:
         except RayTaskError as error:
             raise error.cause from None
         except RayError as error:
-            message = str(error).partition("Some common causes")[0]
-            reason = f"worker-died: {' '.join(message.split())}"
+            reason = f"worker-died: {message_of(error)}"
         ray.kill(worker.actor)
         raise _WorkerLost(reason)
 

@@ -14,9 +14,7 @@ import ray
 
 from laserbatch.pipeline.decoding.model.folder import read_config
 from laserbatch.pipeline.distributed.cluster import WorkerLayout
-from laserbatch.pipeline.distributed.device_loss import ends_process_if_device_is_lost
-from laserbatch.pipeline.distributed.shared_folder import require_visible
-from laserbatch.pipeline.distributed.tasks import result_of
+from laserbatch.pipeline.distributed.tasks import ends_process_if_device_is_lost, require_visible, result_of
 from laserbatch.pipeline.encoding.identity import find_encoder
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.encoding.text_parts import Task, TextPart

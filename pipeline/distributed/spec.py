@@ -7,7 +7,6 @@ from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.distributed.sharing import worker_bytes
 from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, PromptTemplate
 from laserbatch.pipeline.sides import Side
 
@@ -58,3 +57,26 @@ class TextSpec(WorkerSpec):
 
     def worker_bytes(self) -> int | None:
         return worker_bytes(self.model_dir, self.decoding, self.max_prompt_tokens)
+
+
+def worker_bytes(folder: Path, decoding: DecodingSettings, max_prompt_tokens: int) -> int | None:
+    """Memory of a GPU that a worker needs for a whole batch: weights as they are stored, and the longest texts' cache.
+
+    None where it is not known, and where another engine or a drafter with a model takes what it wants.
+    """
+    if decoding.engine != "laserbatch" or decoding.plugin_drafters:
+        return None
+    import torch  # it takes seconds to load
+    from transformers import AutoConfig
+
+    from laserbatch.pipeline.decoding.device_memory import cache_bytes_per_token
+    from laserbatch.pipeline.decoding.model.folder import find_weights
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        num_bytes = sum(file.stat().st_size for file in find_weights(folder))
+        dtype = torch.float32 if decoding.dtype == "float32" else torch.bfloat16
+        num_tokens = decoding.batch_size * (max_prompt_tokens + decoding.max_new_tokens)
+        return num_bytes + num_tokens * cache_bytes_per_token(config, dtype)
+    except Exception:  # whoever loads the model says what hinders it
+        return None

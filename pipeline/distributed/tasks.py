@@ -1,13 +1,25 @@
-"""Functions that run on a machine of the Ray cluster with what a worker has."""
+"""What runs on a machine of the Ray cluster: tasks, the files that it must see, and its end when its GPU is lost."""
 
-from collections.abc import Callable
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
 from laserbatch.pipeline.distributed.cluster import WorkerLayout
-from laserbatch.pipeline.errors import ClusterFailed
+from laserbatch.pipeline.distributed.spec import WorkerSpec
+from laserbatch.pipeline.errors import ClusterFailed, ConfigError
+
+logger = logging.getLogger(__name__)
+
+TOKEN_FILE = ".workers"  # in the run's folder; its text is the token of the specification
+VISIBILITY_TIMEOUT_S = 30.0  # a shared folder may show a new file this late
 
 
 def start_task(layout: WorkerLayout, num_gpus: int, function: Callable[..., Any], *arguments: Any) -> ray.ObjectRef:
@@ -27,5 +39,49 @@ def result_of(reference: ray.ObjectRef) -> Any:
     except RayTaskError as error:
         raise error.cause from None
     except RayError as error:
-        message = " ".join(str(error).partition("Some common causes")[0].split())
-        raise ClusterFailed(f"the processes of a task died one after another: {message}") from None
+        raise ClusterFailed(f"the processes of a task died one after another: {message_of(error)}") from None
+
+
+def message_of(error: RayError) -> str:
+    """What Ray says of a process that died, in one line, without its general advice."""
+    return " ".join(str(error).partition("Some common causes")[0].split())
+
+
+def require_same_folder(spec: WorkerSpec) -> None:
+    """Raises ConfigError: this machine does not see the folder of the run that the driver sees."""
+    path = spec.run_dir / TOKEN_FILE
+    _wait({spec.run_dir: lambda: path.exists() and path.read_text(encoding="utf-8") == spec.token})
+
+
+def require_visible(paths: Iterable[Path]) -> None:
+    """Wait for files on storage that shows new ones late. Raises ConfigError: this machine does not see one."""
+    _wait({path: path.exists for path in paths})
+
+
+def _wait(is_there_by_path: dict[Path, Callable[[], bool]]) -> None:
+    deadline_s = time.monotonic() + VISIBILITY_TIMEOUT_S
+    for path, is_there in is_there_by_path.items():
+        while not is_there():
+            if time.monotonic() > deadline_s:
+                raise ConfigError(
+                    f"{socket.gethostname()} does not see {path} as the night does: every machine of the cluster needs "
+                    "the workspace at the same path, on storage that all of them share"
+                )
+            time.sleep(0.2)
+
+
+@contextmanager
+def ends_process_if_device_is_lost() -> Iterator[None]:
+    """End this process after a CUDA error that every later call would meet too; other errors are raised as they are.
+
+    Ray starts another process, and what this one was given is done again.
+    """
+    try:
+        yield
+    except Exception as error:
+        from laserbatch.pipeline.decoding.device_memory import is_device_lost  # torch is loaded by now
+
+        if not is_device_lost(error):
+            raise
+        logger.exception("the CUDA device is lost: this worker ends")
+        os._exit(1)

@@ -20,8 +20,8 @@ from laserbatch.pipeline.budget.choice import budget_step_cost, by_step, side_bu
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, tokenizer_folder
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
-from laserbatch.pipeline.distributed.device_loss import ends_process_if_device_is_lost
 from laserbatch.pipeline.distributed.settings import usable_cores
+from laserbatch.pipeline.distributed.tasks import ends_process_if_device_is_lost
 from laserbatch.pipeline.engines.answers import UNCLOSED_THOUGHTS, unclosed_thoughts
 from laserbatch.pipeline.errors import ConfigError, RowError
 from laserbatch.pipeline.knowledge.chat_format import encode_chat, encode_content

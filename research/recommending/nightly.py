@@ -32,7 +32,7 @@ from laserbatch.jobs.stages.shards import Finished, gather, hand_out, stats_of
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.distributed.actors import ShardAbandoned, WorkerPool
 from laserbatch.pipeline.distributed.cluster import end_leftovers
-from laserbatch.pipeline.distributed.shared_folder import TOKEN_FILE
+from laserbatch.pipeline.distributed.tasks import TOKEN_FILE
 from laserbatch.pipeline.planning.plan import CARRIED_SHARD, Shard, SidePlan, load_plan, open_plan, write_shard_plan
 from laserbatch.pipeline.storage.atomic import remove_folder
 from laserbatch.pipeline.storage.figures import (

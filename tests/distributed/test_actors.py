@@ -20,7 +20,7 @@ from ray import cloudpickle
 from laserbatch.jobs.settings import load_settings
 from laserbatch.pipeline.budget.cost_cache import StepCostCache
 from laserbatch.pipeline.decoding.settings import Budget
-from laserbatch.pipeline.distributed import actors, shared_folder
+from laserbatch.pipeline.distributed import actors, tasks
 from laserbatch.pipeline.distributed import settings as distributed_settings
 from laserbatch.pipeline.distributed.actors import ShardAbandoned, run_shards
 from laserbatch.pipeline.distributed.settings import workers_of_node
@@ -176,7 +176,7 @@ def test_a_dead_workers_shard_is_done_again_by_another_under_the_budget_that_was
 
 def test_a_worker_that_does_not_see_the_runs_folder_says_so_with_its_host(world, tmp_path, monkeypatch):
     """On another machine, say, where the folder is missing or an old copy."""
-    monkeypatch.setattr(shared_folder, "VISIBILITY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(tasks, "VISIBILITY_TIMEOUT_S", 0.3)
     _, spec = planned(world, tmp_path / "run")
     (tmp_path / "copy").mkdir()
     (tmp_path / "copy" / actors.TOKEN_FILE).write_text("of another attempt")

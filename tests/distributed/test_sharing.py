@@ -7,8 +7,8 @@ import pytest
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.distributed import encoding
-from laserbatch.pipeline.distributed.cluster import WorkerLayout
-from laserbatch.pipeline.distributed.sharing import worker_bytes, workers_a_gpu
+from laserbatch.pipeline.distributed.cluster import WorkerLayout, workers_a_gpu
+from laserbatch.pipeline.distributed.spec import worker_bytes
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.gpus import min_free_bytes
 from laserbatch.pipeline.storage.figures import WorkerFigures

@@ -23,7 +23,7 @@ from laserbatch.jobs.stages.encode import encode_run
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.distributed import encoding, shared_folder
+from laserbatch.pipeline.distributed import encoding, tasks
 from laserbatch.pipeline.distributed.settings import ClusterSettings
 from laserbatch.pipeline.distributed.spec import TextSpec
 from laserbatch.pipeline.encoding import feature_parts
@@ -208,7 +208,7 @@ def test_an_error_that_a_task_meets_ends_the_night_as_itself(tiny_encoder, tmp_p
     encode_part = encoding._encode_part
 
     def elsewhere(part, *arguments):
-        shared_folder.VISIBILITY_TIMEOUT_S = 0.3
+        tasks.VISIBILITY_TIMEOUT_S = 0.3
         with suppress(FileNotFoundError):  # a task beside this one has moved it
             part.files[0][0].rename(tmp_path / "moved")
         return encode_part(part, *arguments)
