@@ -242,16 +242,3 @@ class RunFolder:
         write_text(f"{time.time_ns()}\n", self.held_path if is_held else self.success_path)
         if not is_held:
             self.held_path.unlink(missing_ok=True)
-
-
-def run_folder(workspace: Path, run_id: str) -> RunFolder:
-    """The folder of a run, which need not be there yet. Raises WorkspaceError when the id cannot name a folder."""
-    if not FOLDER_NAME.fullmatch(run_id):
-        raise WorkspaceError(f"{run_id!r} is not a run id; expected one like 2025-03-01-1a2b3c4d.")
-    return RunFolder(workspace / "runs" / run_id)
-
-
-def run_folders(workspace: Path) -> list[RunFolder]:
-    """Every run of a workspace, finished or not, in the order of their ids, which begin with their date."""
-    paths = sorted((workspace / "runs").glob("*"))
-    return [RunFolder(path) for path in paths if path.is_dir() and FOLDER_NAME.fullmatch(path.name)]
