@@ -88,10 +88,7 @@ def changed_in_histories(
 ) -> dict[str, tuple[str, int]]:
     """As `changed_columns`, of columns of items that pairs of histories, as plans have them, show of the same titles.
 
-    Parameters
-    ----------
-    separator : between the attributes of an item.
-    texts_of : what tonight's histories show of the items of some titles: by title, texts by column.
+    `separator` stands between the attributes of an item; `texts_of` is `SideQuestions.item_texts` of tonight.
     """
     changed: list[dict[str, str]] = []  # of each pair: what was shown, by title, of items that are shown differently
     for histories in pairs:

@@ -53,19 +53,15 @@ class RenderedRow(PlannedRow):
 
 @dataclass(frozen=True)
 class Shard:
-    """Rows that one worker generates in one go.
-
-    `path` is the plan's Parquet file, relative to the run's folder, and `sha256` its checksum; `is_isolated`: the rows
-    are those of `Sharding.isolate_ids`.
-    """
+    """Rows that one worker generates in one go."""
 
     name: Inside  # of its files: "00000"
     side: Side
     group: str  # of its first row
     num_rows: int
-    path: Inside
-    sha256: str
-    is_isolated: bool = False
+    path: Inside  # of its Parquet file, relative to the run's folder
+    sha256: str  # of that file
+    is_isolated: bool = False  # whether its rows are those of `Sharding.isolate_ids`
 
 
 @dataclass(frozen=True)
@@ -118,9 +114,7 @@ def is_by_plan(name: str) -> bool:
 def write_shard_plan(side: Side, name: str, rows: pa.Table, run_dir: Path, is_isolated: bool) -> Shard:
     """Write the rows of a shard for `read_shard`.
 
-    Parameters
-    ----------
-    rows : `entity_id`, those of `SHOWN_SCHEMA`, `fingerprint`, `previous_ids` and `group`.
+    Their columns are `entity_id`, those of `SHOWN_SCHEMA`, `fingerprint`, `previous_ids` and `group`.
     """
     path = f"plan/{side}/{name}.parquet"
     written = write_parquet(rows, run_dir / path)

@@ -29,33 +29,23 @@ _SEEN = ["run_id", "num_tokens", "num_history", "num_history_dropped"]
 
 @dataclass(frozen=True)
 class Refresh:
-    """The inputs of a night's refresh decisions.
-
-    Attributes
-    ----------
-    max_tokens : of this side tonight; None: no limit.
-    usual_tokens : expected of a text where no earlier one says more.
-    waiting : entities that the previous night postponed, as `run_folder.POSTPONED`.
-    """
+    """The inputs of a night's refresh decisions."""
 
     settings: RefreshSettings
     date: datetime.date
-    max_tokens: float | None
-    usual_tokens: int
-    waiting: pa.Table
+    max_tokens: float | None  # of this side tonight; None: no limit
+    usual_tokens: int  # expected of a text where no earlier one says more
+    waiting: pa.Table  # entities that the previous night postponed, as `run_folder.POSTPONED`
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Which changed entities get a new text (bool[n]), the postponed ones, and the expected tokens of the texts.
+    """Which changed entities get a new text."""
 
-    `scores` (float64[n]) say what each new text is worth.
-    """
-
-    is_written: np.ndarray
-    scores: np.ndarray
+    is_written: np.ndarray  # bool[n]
+    scores: np.ndarray  # float64[n], what each new text is worth
     postponed: pa.Table  # of POSTPONED
-    num_tokens: int
+    num_tokens: int  # expected of the new texts
 
 
 def interactions_of(tables: Tables, side: Side) -> np.ndarray:
@@ -79,11 +69,7 @@ def choose(
 ) -> Chosen:
     """Decide which entities of a side, whose prompt differs from that of their text, get a new one.
 
-    Parameters
-    ----------
-    rows : theirs, int64[n].
-    fingerprints : of tonight's prompts.
-    before : rows of their earlier records, int64[n]; -1 without one.
+    `rows` int64[n] are theirs, with `fingerprints` of tonight; `before` int64[n] those of their earlier records, or -1.
     """
     side = questions.side
     entity_ids = questions.entities[f"{side}_id"].combine_chunks().take(pa.array(rows))

@@ -45,24 +45,14 @@ class RefreshSettings(Strict):
 
 @dataclass(frozen=True)
 class Candidates:
-    """Columns of the entities that could be written about, each of length n.
+    """Columns of the entities that could be written about, each of length n."""
 
-    Attributes
-    ----------
-    has_text : bool.
-    is_changed_beyond_history : bool; template, model, decoding or attributes differ.
-    num_interactions : int, of today.
-    num_seen : int, interactions that the text has seen.
-    age_days : float, since the text was written; without one, since the entity began to wait.
-    num_tokens : float, expected of its text.
-    """
-
-    has_text: np.ndarray
-    is_changed_beyond_history: np.ndarray
-    num_interactions: np.ndarray
-    num_seen: np.ndarray
-    age_days: np.ndarray
-    num_tokens: np.ndarray
+    has_text: np.ndarray  # bool
+    is_changed_beyond_history: np.ndarray  # bool; template, model, decoding or attributes differ
+    num_interactions: np.ndarray  # int, of today
+    num_seen: np.ndarray  # int, interactions that the text has seen
+    age_days: np.ndarray  # float, since the text was written; without one, since the entity began to wait
+    num_tokens: np.ndarray  # float, expected of its text
 
     def scores(self) -> np.ndarray:
         """What a new text is worth: log2(2 + interactions) x share of them that are new + days / 7; float64[n].
@@ -90,11 +80,7 @@ def decide(candidates: Candidates, settings: RefreshSettings, max_tokens: float 
 
     A candidate is due if it has no text, if more than its history changed, if its text is `max_age_days` old, or if its
     history has `min_new_interactions` more or fewer than the text has seen. The due ones with the highest scores are
-    written while tokens are left; of equal scores the first.
-
-    Parameters
-    ----------
-    max_tokens : of the side tonight; None: no limit.
+    written while there are tokens left of `max_tokens`, the side's of tonight; of equal scores the first.
     """
     num_new = np.abs(candidates.num_interactions - candidates.num_seen)
     is_other = num_new >= settings.min_new_interactions

@@ -8,7 +8,6 @@ told only by the words of titles and by each user's sign-up statement: see `lore
 import datetime
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -33,15 +32,6 @@ LAST_DATE = datetime.date(2025, 3, 1)  # the last day of the period; the future 
 USERS_PER_CHUNK = 20_000
 SHARE_ACTIVE_LAST_DAY = 0.17  # of the users known before it
 MAX_COLD_RATINGS = 3
-
-
-@dataclass(frozen=True)
-class Period:
-    """The days that interactions are of, the future days that follow them, and the first day's beginning."""
-
-    days: int
-    future_days: int
-    first_s: int
 
 
 def write_sample_world(
@@ -72,7 +62,7 @@ def write_sample_world(
     catalogue = make_catalogue(num_items, days, np.random.default_rng([seed, 0]))
     first_day = LAST_DATE - datetime.timedelta(days=days - 1)
     first_s = int(datetime.datetime.combine(first_day, datetime.time(), datetime.UTC).timestamp())
-    period = Period(days, future_days, first_s)
+    period = days, future_days, first_s
     item_ids = _ids("i", np.arange(num_items))
     pq.write_table(_item_table(catalogue, item_ids, first_s, seed), out_dir / "items.parquet", compression="zstd")
 
@@ -130,13 +120,16 @@ def _interaction_table(
     user_ids: pa.Array,
     item_ids: pa.Array,
     catalogue: Catalogue,
-    period: Period,
+    period: tuple[int, int, int],
     rng: np.random.Generator,
     num_asked: int,
     asked_rng: np.random.Generator,
 ) -> pa.Table:
-    """Ratings of one chunk of users, ordered by user and time; a user rates an item once."""
-    days, future_days, first_s = astuple(period)
+    """Ratings of one chunk of users, ordered by user and time; a user rates an item once.
+
+    `period` : how many days and future days there are, and when the first begins, in seconds since 1970.
+    """
+    days, future_days, first_s = period
     user, day = _when(users, days, future_days, rng)
     item = _what(users, user, day, catalogue, days, rng)
     exists = catalogue.created_day[item] <= day
