@@ -69,7 +69,7 @@ def ends_no_night(what_fails: str) -> Iterator[None]:
 
 def command_to_publish(run: RunFolder) -> str:
     """The command a message names; extensions and experiments have workspaces of their own, so it says which."""
-    return f"`laserbatch runs publish {run.run_id} --workspace {run.root.parent.parent}`"
+    return f"`laserbatch runs publish {run.run_id} --workspace {run.workspace}`"
 
 
 def draw_report(run: RunFolder, manifest: RunManifest) -> None:

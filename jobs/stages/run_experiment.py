@@ -4,7 +4,6 @@ Nothing that is published changes, nor what a later night builds on: all of it l
 """
 
 import datetime
-import hashlib
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -36,7 +35,7 @@ from laserbatch.pipeline.storage.atomic import (
     write_json,
 )
 from laserbatch.pipeline.storage.lock import hold_lock
-from laserbatch.pipeline.storage.manifest import changed_settings, make_run_id
+from laserbatch.pipeline.storage.manifest import changed_settings, make_run_id, settings_hash
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.check import require_sound
 from laserbatch.pipeline.tables.read import describe
@@ -63,16 +62,15 @@ class Experiment:
         for name, of_variant in self.settings.items():
             knowledge = of_variant.knowledge
             templates = [load_template(knowledge.template_of(side), knowledge.template_dir) for side in SIDES]
-            texts = canonical_json({"templates": [template.model_dump(mode="json") for template in templates]})
-            prompts = hashlib.sha256(texts.encode()).hexdigest()[:16]
-            variants[name] = of_variant.identity() | {"prompts": prompts}
+            prompts = settings_hash({"templates": [template.model_dump(mode="json") for template in templates]})
+            variants[name] = of_variant.identity() | {"prompts": prompts[:16]}
         return {"date": self.date.isoformat(), "num_users": self.num_users, "num_items": self.num_items,
                 "variants": variants}  # fmt: skip
 
     @property
     def default_name(self) -> str:
         """A name that differs with the specification."""
-        return f"{self.date}-{hashlib.sha256(canonical_json(self.spec).encode()).hexdigest()[:8]}"
+        return f"{self.date}-{settings_hash(self.spec)[:8]}"
 
 
 def settings_of_framework(settings: Settings, framework: str) -> Settings:

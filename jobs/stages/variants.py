@@ -46,12 +46,12 @@ def of_frameworks(settings: Settings, frameworks: Sequence[str]) -> list[Variant
     Raises WorkspaceError where a framework has none, or none of a date and tables that all have.
     """
     opened = Workspace.open(settings.workspace, create=False)
-    runs_of: dict[str | None, list[tuple[Workspace, RunFolder]]] = {}
+    runs_of: dict[str | None, list[RunFolder]] = {}
     for workspace in (opened, *(other for folder in opened.experiments() for other in Workspace(folder).within())):
         for run in workspace.finished_runs(include_held=True):
-            runs_of.setdefault(framework_of(run), []).append((workspace, run))
+            runs_of.setdefault(framework_of(run), []).append(run)
     for runs in runs_of.values():
-        runs.sort(key=lambda entry: entry[1].date)
+        runs.sort(key=lambda run: run.date)
     for name in frameworks:
         if name not in runs_of:
             frameworks_there = ", ".join(sorted(filter(None, runs_of))) or "none"
@@ -62,8 +62,8 @@ def of_frameworks(settings: Settings, frameworks: Sequence[str]) -> list[Variant
             )
     chosen = _of_one_date({name: runs_of[name] for name in frameworks})
     return [
-        _variant(name, settings.model_copy(update={"workspace": workspace.root}), run.run_id, adaptor=name)
-        for name, (workspace, run) in chosen.items()
+        _variant(name, settings.model_copy(update={"workspace": run.workspace}), run.run_id, adaptor=name)
+        for name, run in chosen.items()
     ]
 
 
@@ -78,8 +78,8 @@ def of_configs(configs: Mapping[str, Settings]) -> list[Variant]:
                 f"{settings.workspace} has no finished run of the configuration {name} as it is now; "
                 "`laserbatch nightly --config ...` makes one, `laserbatch experiment --config ...` tries it on a sample"
             )
-        runs_of[name] = [(workspace, run) for run in runs]
-    return [_variant(name, configs[name], run.run_id) for name, (_, run) in _of_one_date(runs_of).items()]
+        runs_of[name] = runs
+    return [_variant(name, configs[name], run.run_id) for name, run in _of_one_date(runs_of).items()]
 
 
 def framework_of(run: RunFolder) -> str | None:
@@ -100,21 +100,19 @@ def _variant(name: str, settings: Settings, run_id: str, adaptor: str | None = N
     return Variant(name, night, CtrSettings.of(ctr))
 
 
-def _of_one_date(
-    runs_of: Mapping[str, Sequence[tuple[Workspace, RunFolder]]],
-) -> dict[str, tuple[Workspace, RunFolder]]:
+def _of_one_date(runs_of: Mapping[str, Sequence[RunFolder]]) -> dict[str, RunFolder]:
     """For each name the newest run of the newest date and tables that all share; raises WorkspaceError without them."""
-    by_place: dict[tuple[str, ...], dict[str, tuple[Workspace, RunFolder]]] = {}
+    by_place: dict[tuple[str, ...], dict[str, RunFolder]] = {}
     for name, runs in runs_of.items():
-        for entry in runs:  # the newest last
-            if (manifest := unless_damaged(entry[1].load_manifest)) is not None:
-                by_place.setdefault(_place(manifest), {})[name] = entry
+        for run in runs:  # the newest last
+            if (manifest := unless_damaged(run.load_manifest)) is not None:
+                by_place.setdefault(_place(manifest), {})[name] = run
     shared = [place for place, of_place in by_place.items() if len(of_place) == len(runs_of)]
     if shared:
         of_place = by_place[max(shared)]
         return {name: of_place[name] for name in runs_of}
-    newest = ", ".join(f"{name}: {runs[-1][1].date} in {runs[-1][0].root}" for name, runs in runs_of.items())
-    dates = set.intersection(*({run.date for _, run in runs} for runs in runs_of.values()))
+    newest = ", ".join(f"{name}: {runs[-1].date} in {runs[-1].workspace}" for name, runs in runs_of.items())
+    dates = set.intersection(*({run.date for run in runs} for runs in runs_of.values()))
     wrong = f"their tables differ in what was known on {max(dates)}" if dates else "they have no date in common"
     raise WorkspaceError(
         f"these runs cannot be judged on the same rows: {wrong} (the newest: {newest}). Run the night of one date with "

@@ -29,6 +29,7 @@ MIN_TEXTS_OF_GPUS = 50_000  # likewise beside a GPU, which encodes 1,500 a secon
 MIN_PART, MAX_PART = 256, 4_096  # texts of a task
 PARTS_A_WORKER = 4  # so that none waits long for the last one
 OPEN_TASKS = 2  # a worker, so that none waits for the driver
+GOES_ON = "the same command goes on with the parts that are missing"
 MAX_SILENT_S = 1_800.0  # without a part that is finished
 
 
@@ -96,7 +97,11 @@ class ClusterEncoder:
             if not open_tasks:
                 return
             reference = _ended(list(open_tasks))
-            yield open_tasks.pop(reference), _result(reference)
+            try:
+                result = result_of(reference)
+            except ClusterFailed as error:
+                raise ClusterFailed(f"encoding: {error}; {GOES_ON}") from None
+            yield open_tasks.pop(reference), result
 
 
 def _ended(references: list[ray.ObjectRef]) -> ray.ObjectRef:
@@ -104,18 +109,9 @@ def _ended(references: list[ray.ObjectRef]) -> ray.ObjectRef:
     done, _ = ray.wait(references, num_returns=1, timeout=MAX_SILENT_S)
     if not done:
         raise ClusterFailed(
-            f"encoding: none of {len(references)} tasks has ended within {MAX_SILENT_S:g} seconds; the same command "
-            "goes on with the parts that are missing"
+            f"encoding: none of {len(references)} tasks has ended within {MAX_SILENT_S:g} seconds; {GOES_ON}"
         )
     return done[0]
-
-
-def _result(reference: ray.ObjectRef) -> Any:
-    """The result of a task that has ended. An error that it reports is raised as itself."""
-    try:
-        return result_of(reference)
-    except ClusterFailed as error:
-        raise ClusterFailed(f"encoding: {error}; the same command goes on with the parts that are missing") from None
 
 
 def _encode_part(part: TextPart, settings: EncodingSettings, num_threads: int) -> None:

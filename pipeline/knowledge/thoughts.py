@@ -43,13 +43,10 @@ _SIDE = re.compile(r"[/|｜]|(?:begin|start|end)(?:[_▁]of)?[_▁]|[_▁](?:beg
 
 @dataclass(frozen=True)
 class AnswerSpans:
-    """The parts of a text that are no thoughts.
+    """The parts of a text that are no thoughts."""
 
-    `spans` : the parts, start and end in characters; `open_at` : where thoughts begin that do not end, or None.
-    """
-
-    spans: tuple[tuple[int, int], ...]
-    open_at: int | None = None
+    spans: tuple[tuple[int, int], ...]  # start and end in characters
+    open_at: int | None = None  # where thoughts begin that do not end
 
 
 def is_thought_mark(text: str) -> bool:

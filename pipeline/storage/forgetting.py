@@ -72,7 +72,10 @@ def forget_in_run(run: RunFolder, files: Mapping[str, int], ids: Ids) -> int:
     """
     for side in SIDES:
         for folder in (run, run.plain) if ids[side] else ():
-            _leave_clusters(folder, side, ids[side])
+            # The centroids of codes that nobody else has may be made of the entities' vectors alone. Those of unused
+            # codes are moved, too: a text may have left its cluster, and plain texts share these codes.
+            if (read := _Codebook.read(folder, side)) is not None:
+                read.move(~read.has_code(ids[side], of_others=True))
     for name in files:
         _take_rows_out(run.root / name, run.root, ids)
     plain_files = {name.removeprefix("plain/") for name in files if name.startswith("plain/")}
@@ -125,15 +128,6 @@ def _take_rows_out(path: Path, root: Path, ids: Ids) -> None:
         return batch
 
     write_parquet((remaining(batch) for batch in iter_parquet(path)), path, pq.read_schema(path))
-
-
-def _leave_clusters(run: RunFolder, side: Side, ids: frozenset[str]) -> None:
-    """Move centroids whose codes nobody else has out of reach: they may be made of the entities' vectors alone.
-
-    Centroids of unused codes are moved, too: a text may have left its cluster, and plain texts share these codes.
-    """
-    if (read := _Codebook.read(run, side)) is not None:
-        read.move(~read.has_code(ids, of_others=True))
 
 
 def vectors_of_their_own(run: RunFolder, ids: Ids) -> dict[Side, set[bytes]]:

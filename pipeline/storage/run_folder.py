@@ -49,6 +49,11 @@ class RunFolder:
         return self.root.name
 
     @property
+    def workspace(self) -> Path:
+        """The folder of the workspace that the run is in."""
+        return self.root.parent.parent
+
+    @property
     def date(self) -> str:
         """The night, as the run's id begins with it: YYYY-MM-DD, so that dates compare as text."""
         return self.run_id[:10]
