@@ -14,7 +14,6 @@ from laserbatch.pipeline.errors import ConfigError
 
 MAX_FOUND_CHARACTERS = 60
 MAX_NUMBER = 10**12  # of an option: a larger one is a slip, and overflows where it is used
-MAX_DEPTH = 100  # of YAML, whose readers recurse
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
@@ -29,24 +28,6 @@ class _KeyTwice(yaml.YAMLError):
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self._open: list[str | None] = []  # anchors of the nodes that are being read; None: a node without one
-
-    def compose_node(self, parent, index) -> yaml.Node | None:
-        event, problem = self.peek_event(), None
-        if len(self._open) == MAX_DEPTH:
-            problem = f"more than {MAX_DEPTH} levels within each other"
-        elif isinstance(event, yaml.AliasEvent) and event.anchor in self._open:
-            key = f"{index.value}: " if isinstance(index, yaml.ScalarNode) else ""
-            problem = f"{key}*{event.anchor} stands within &{event.anchor}, which would never end"
-        if problem is not None:
-            raise yaml.MarkedYAMLError(None, None, problem, event.start_mark)
-        self._open.append(getattr(event, "anchor", None))
-        node = super().compose_node(parent, index)
-        self._open.pop()
-        return node
-
     def compose_mapping_node(self, anchor) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
@@ -78,7 +59,7 @@ def read_yaml(path: Path, what: str, advice: str) -> Any:
         raise ConfigError(f"the {what} {path} cannot be read ({error.strerror}); {advice}") from None
     except _KeyTwice as error:
         raise ConfigError(f"the {what} {path} has the key {error}; keep one of them") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         words = " ".join(str(error).replace('in "<unicode string>", ', "in ").split())
         raise ConfigError(f"the {what} {path} is not YAML: {words[:200]}") from None
 

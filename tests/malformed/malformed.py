@@ -253,7 +253,7 @@ CASES = [
          "-5")),
     Case("a share is a percentage", config(gates={"max_failed_share": 5}), ("gates.max_failed_share", "less than",
          "5")),
-    Case("a choice is none", config(decoding={"verifier": "strict"}), ("decoding.verifier", "relaxed (built in)",
+    Case("a choice is none", config(decoding={"verifier": "strict"}), ("decoding.verifier", "relaxed",
          "'strict'")),
     Case("a key is twice", text("laserbatch.yaml", "workspace: a\ngates: {}\nworkspace: c\n"), ("workspace twice",
          "lines 1 and 3")),
