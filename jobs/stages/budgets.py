@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from laserbatch.jobs.console import say
-from laserbatch.jobs.stages.night import Night, means, previous_run
+from laserbatch.jobs.stages.night import Night, earlier_runs, means
 from laserbatch.pipeline.budget.choice import ChosenBudget, budget_step_cost, by_step, read_step_cost, side_budget
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.planning.plan import Shard, read_shard
@@ -23,19 +23,12 @@ NUM_SAMPLED_SHARDS = 8  # read to see how many entities have a previous text
 
 def last_speed(night: Night, sides: Iterable[Side]) -> float | None:
     """Tokens a second of the newest earlier night that wrote texts of `sides`; None if there is none."""
-    run, seen = night.previous, set()
-    while run is not None and run not in seen and run.manifest_path.exists():
-        seen.add(run)
-        earlier = unless_damaged(run.load_manifest)
-        if earlier is None:
-            run = previous_run(night.workspace, run.run_id)
-            continue
-        stats = DecodingStats.total(
-            earlier.generation.sides[side].stats for side in sides if side in earlier.generation.sides
-        )
-        if stats.tokens_per_s:
-            return stats.tokens_per_s
-        run = None if earlier.origin.previous_run_id is None else night.workspace.run(earlier.origin.previous_run_id)
+    for run in reversed(earlier_runs(night.workspace, night.run.run_id)):
+        if (manifest := unless_damaged(run.load_manifest)) is not None:
+            written = manifest.generation.sides
+            stats = DecodingStats.total(written[side].stats for side in sides if side in written)
+            if stats.tokens_per_s:
+                return stats.tokens_per_s
     return None
 
 

@@ -50,7 +50,7 @@ class Night:
 
     @property
     def previous(self) -> RunFolder | None:
-        """The run whose texts are carried over and drafted from; see `previous_run`."""
+        """The run whose texts are carried over and drafted from; see `earlier_runs`."""
         run_id = self.manifest.origin.previous_run_id
         return None if run_id is None else self.workspace.run(run_id)
 
@@ -141,7 +141,7 @@ def open_night(
     ----------
     force : generate unchanged entities too, in another edition where a run is there.
     redo : do a finished night again, in another edition, if its inputs have changed since.
-    base_run : the finished run that a new one builds on, and from whose pools it drafts; None: see `previous_run`.
+    base_run : the finished run that a new one builds on, and from whose pools it drafts; None: see `earlier_runs`.
     """
     inputs, tables = checked_inputs(settings, date)
     if needs_a_model(settings):
@@ -188,7 +188,7 @@ def new_night(
     named, output = settings.identity(), settings.of_output()
     manifest = new_manifest(workspace, date, output, named, edition)
     run = workspace.run(manifest.run_id)
-    previous = base_run or previous_run(workspace, run.run_id)
+    previous = base_run or next(reversed(earlier_runs(workspace, run.run_id)), None)
     manifest.origin.previous_run_id = previous.run_id if previous is not None else None
     for side in SIDES:
         template = settings.knowledge.template(side)
@@ -224,15 +224,15 @@ def warn_of_shared_words(settings: Settings) -> None:
         )
 
 
-def previous_run(workspace: Workspace, run_id: str) -> RunFolder | None:
-    """The run that another one builds on: the newest finished run of its own date or an earlier one.
+def earlier_runs(workspace: Workspace, run_id: str) -> list[RunFolder]:
+    """The runs that another one may build on, the last one first of all: the finished ones of its date or earlier ones.
 
     A night of an older date therefore sees only what is older. Of several runs of one date that of the same settings
-    is taken, else the one that was finished last. Runs that were rolled back are left out.
+    comes last, else the one that was finished last. Runs that were rolled back are left out.
     """
     run = workspace.run(run_id)
-    finished = [other for other in workspace.finished_runs(run.settings_hash) if other.run_id != run_id]
-    return next((other for other in reversed(finished) if other.date <= run.date), None)
+    finished = workspace.finished_runs(run.settings_hash)
+    return [other for other in finished if other.run_id != run_id and other.date <= run.date]
 
 
 def open_run(settings: Settings, run_id: str | None) -> Night:

@@ -19,7 +19,7 @@ from laserbatch.jobs.stages import publishing
 from laserbatch.jobs.stages import run_night as stages
 from laserbatch.jobs.stages.budgets import known_step_cost, last_speed
 from laserbatch.jobs.stages.build_pools import unchanged_pools
-from laserbatch.jobs.stages.night import open_night, open_run, previous_run
+from laserbatch.jobs.stages.night import earlier_runs, open_night, open_run
 from laserbatch.jobs.stages.night_plans import NightPlanner, plan_night
 from laserbatch.jobs.stages.run_night import finish_night, publish_night, run_night
 from laserbatch.jobs.stages.variants import framework_of
@@ -96,9 +96,9 @@ def test_of_runs_of_one_date_that_of_the_same_settings_is_built_on_else_the_last
         os.utime(workspace.run(run_id).success_path, (finished_s, finished_s))
     workspace.run("2025-03-02-bbbbbbbb").root.mkdir()  # not finished
     expected = {"2025-03-03-aaaaaaaa": "2025-03-01-aaaaaaaa", "2025-03-03-dddddddd": "2025-03-01-bbbbbbbb"}
-    assert {run_id: previous_run(workspace, run_id).run_id for run_id in expected} == expected
-    assert previous_run(workspace, "2025-03-01-aaaaaaaa-2").run_id == "2025-03-01-aaaaaaaa"
-    assert previous_run(workspace, "2025-02-28-bbbbbbbb") is None
+    assert {run_id: earlier_runs(workspace, run_id)[-1].run_id for run_id in expected} == expected
+    assert earlier_runs(workspace, "2025-03-01-aaaaaaaa-2")[-1].run_id == "2025-03-01-aaaaaaaa"
+    assert earlier_runs(workspace, "2025-02-28-bbbbbbbb") == []
 
 
 def test_an_older_date_is_neither_published_nor_drafted_from(world, capsys):
