@@ -17,11 +17,10 @@ from laserbatch.jobs.events import emit
 from laserbatch.jobs.formatting import format_counts
 from laserbatch.jobs.stages.budgets import night_budgets
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, needs_a_model
-from laserbatch.jobs.stages.night import Night
+from laserbatch.jobs.stages.night import Night, means
 from laserbatch.jobs.stages.night_plans import NightPlanner
 from laserbatch.jobs.stages.shards import Finished, emit_begin, gather, hand_out, stats_of
 from laserbatch.jobs.stages.spans import report_samples
-from laserbatch.jobs.stages.variants import means
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.distributed.actors import ShardAbandoned

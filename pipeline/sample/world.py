@@ -8,23 +8,24 @@ told only by the words of titles and by each user's sign-up statement: see `lore
 import datetime
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from laserbatch.pipeline.sample.catalogue import Catalogue, WeightedGroups, make_catalogue
-from laserbatch.pipeline.sample.lore import CATEGORY_PATHS, ERAS, MOODS, THEMES, TOP_CATEGORIES
-from laserbatch.pipeline.sample.users import (
-    DAY_S,
-    SHARE_COLD,
-    SIGN_UP_S,
-    Users,
-    draw_archetypes,
-    draw_users,
-    user_table,
-    words,
+from laserbatch.pipeline.sample.lore import (
+    ABOUT,
+    AGE_BANDS,
+    CATEGORY_PATHS,
+    ERAS,
+    MOODS,
+    REGIONS,
+    THEMES,
+    TOP_CATEGORIES,
 )
 from laserbatch.pipeline.tables.schema import table_parts, timestamps
 
@@ -32,6 +33,11 @@ LAST_DATE = datetime.date(2025, 3, 1)  # the last day of the period; the future 
 USERS_PER_CHUNK = 20_000
 SHARE_ACTIVE_LAST_DAY = 0.17  # of the users known before it
 MAX_COLD_RATINGS = 3
+DAY_S = 86_400
+SIGN_UP_S = 6 * 3_600  # users and items appear before six in the morning, ratings come after
+NUM_ARCHETYPES = 12
+SHARE_COLD = 0.3  # users with at most three ratings by the last day
+SHARE_NEW_USERS = 0.04  # users who signed up on the last day
 
 
 def write_sample_world(
@@ -66,15 +72,15 @@ def write_sample_world(
     item_ids = _ids("i", np.arange(num_items))
     pq.write_table(_item_table(catalogue, item_ids, first_s, seed), out_dir / "items.parquet", compression="zstd")
 
-    archetypes = draw_archetypes(np.random.default_rng([seed, 1]))
+    archetypes = _draw_archetypes(np.random.default_rng([seed, 1]))
     writers: dict[str, pq.ParquetWriter] = {}
     with ExitStack() as stack:
         for chunk, start in enumerate(range(0, num_users, USERS_PER_CHUNK)):
             stop = min(start + USERS_PER_CHUNK, num_users)
             rng = np.random.default_rng([seed, 2, chunk])
-            users = draw_users(stop - start, days, archetypes, rng)
+            users = _draw_users(stop - start, days, archetypes, rng)
             user_ids = _ids("u", np.arange(start, stop))
-            user_rows = user_table(users, user_ids, first_s, rng)
+            user_rows = _user_table(users, user_ids, first_s, rng)
             questions = num_asked if future_days else 0, np.random.default_rng([seed, 4, chunk])
             interactions = _interaction_table(users, user_ids, item_ids, catalogue, period, rng, *questions)
             for name, rows in (("users", user_rows), ("interactions", interactions)):
@@ -93,6 +99,111 @@ def is_sample_world(folder: Path | str) -> bool:
     return all(set(table_parts(folder, name)[0].schema().names) == names for name, names in expected.items())
 
 
+@dataclass(frozen=True)
+class Users:
+    """Latent tastes and known attributes of a chunk of users; every field int[n]."""
+
+    category: np.ndarray  # (n, 2) favourite top-level categories
+    theme: np.ndarray  # (n, 3) two liked themes, one disliked
+    mood: np.ndarray
+    era: np.ndarray
+    strictness: np.ndarray  # -1 generous, 0, 1 strict
+    region: np.ndarray
+    age_band: np.ndarray
+    created_day: np.ndarray
+    cold: np.ndarray  # bool[n]
+
+
+def _draw_archetypes(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Kinds of user: attributes and tastes that tend to come together, each field int[NUM_ARCHETYPES, ...]."""
+    sizes = {"mood": MOODS, "era": ERAS, "region": REGIONS, "age_band": AGE_BANDS}
+    kinds = {name: rng.integers(len(values), size=NUM_ARCHETYPES) for name, values in sizes.items()}
+    kinds["category"] = np.stack([rng.permutation(len(TOP_CATEGORIES))[:2] for _ in range(NUM_ARCHETYPES)])
+    kinds["theme"] = np.stack([rng.permutation(len(THEMES))[:3] for _ in range(NUM_ARCHETYPES)])
+    return kinds
+
+
+def _draw_users(num: int, days: int, archetypes: dict[str, np.ndarray], rng: np.random.Generator) -> Users:
+    """Draw `num` users: mostly of their archetype, partly their own."""
+    kind = rng.integers(NUM_ARCHETYPES, size=num)
+
+    def taste(name: str, share: float, size: int) -> np.ndarray:
+        return np.where(rng.random(num) < share, archetypes[name][kind], rng.integers(size, size=num))
+
+    def ranked(name: str, share: float, size: int, width: int) -> np.ndarray:
+        drawn = np.argsort(rng.random((num, size)), axis=1)[:, :width]
+        return np.where((rng.random(num) < share)[:, None], archetypes[name][kind], drawn)
+
+    cold = rng.random(num) < SHARE_COLD
+    new = cold & (rng.random(num) < SHARE_NEW_USERS / SHARE_COLD)
+    early = rng.integers(-200, 1, size=num)
+    late = rng.integers(0, max(1, days - 1), size=num)
+    created_day = np.where(rng.random(num) < np.where(cold, 0.5, 0.85), early, np.where(cold, late, late * 2 // 3))
+    created_day[new] = days - 1
+    return Users(
+        category=ranked("category", 0.7, len(TOP_CATEGORIES), 2),
+        theme=ranked("theme", 0.5, len(THEMES), 3),
+        mood=taste("mood", 0.6, len(MOODS)),
+        era=taste("era", 0.6, len(ERAS)),
+        strictness=rng.choice(np.array([-1, 0, 1]), p=[0.25, 0.5, 0.25], size=num),
+        region=taste("region", 0.5, len(REGIONS)),
+        age_band=taste("age_band", 0.5, len(AGE_BANDS)),
+        created_day=created_day,
+        cold=cold,
+    )
+
+
+def _user_table(users: Users, user_ids: pa.Array, first_s: int, rng: np.random.Generator) -> pa.Table:
+    """What is known of the users: region, age band, sign-up statement and time."""
+    created_s = first_s + users.created_day * DAY_S + rng.integers(SIGN_UP_S, size=len(user_ids))
+    return pa.table(
+        {
+            "user_id": user_ids,
+            "region": _words(REGIONS, users.region),
+            "age_band": _words(AGE_BANDS, users.age_band),
+            "about": _about(users, rng),
+            "created_at": timestamps(pa.array(created_s)),
+        }
+    )
+
+
+def _words(vocabulary: tuple[str, ...] | list[str], indices: np.ndarray) -> pa.Array:
+    """Words by index, string[n]."""
+    return pa.array(list(vocabulary), pa.string()).take(pa.array(indices))
+
+
+def _about(users: Users, rng: np.random.Generator) -> pa.Array:
+    """Sign-up statements, string[n]: some of each user's tastes, in words that hint at themes without naming them."""
+    num = len(users.mood)
+
+    def sentences(phrases: list[str], indices: np.ndarray, share: np.ndarray | float) -> pa.Array:
+        is_stated = rng.random(num) < share
+        texts = [""] + [phrase[0].upper() + phrase[1:] + ". " for phrase in phrases]
+        return _words(texts, np.where(is_stated, indices + 1, 0))
+
+    def phrased(what: str, words: tuple[str, ...], indices: np.ndarray, share: float) -> pa.Array:
+        patterns = ABOUT[what]
+        phrases = [pattern.format(word) for word in words for pattern in patterns]
+        return sentences(phrases, indices * len(patterns) + rng.integers(len(patterns), size=num), share)
+
+    def hint(theme: np.ndarray, share: float) -> pa.Array:
+        cues = [cue for kind in THEMES for cue in kind.cues]
+        per_theme = len(THEMES[0].cues)
+        return sentences(cues, theme * per_theme + rng.integers(per_theme, size=num), share)
+
+    strict = [*ABOUT["strict"], *ABOUT["generous"]]
+    strict_index = np.where(users.strictness > 0, 0, len(ABOUT["strict"])) + rng.integers(2, size=num)
+    parts = [
+        hint(users.theme[:, 0], 1.0),
+        phrased("category", tuple(top.lower() for top in TOP_CATEGORIES), users.category[:, 0], 0.85),
+        phrased("mood", MOODS, users.mood, 0.6),
+        hint(users.theme[:, 1], 0.6),
+        phrased("era", ERAS, users.era, 0.4),
+        sentences(strict, strict_index, np.where(users.strictness == 0, 0.0, 0.7)),
+    ]
+    return pc.utf8_rtrim_whitespace(pc.binary_join_element_wise(*parts, ""))
+
+
 def _ids(prefix: str, numbers: np.ndarray) -> pa.Array:
     """Ids such as u0000012, string[n]."""
     return pa.array([f"{prefix}{number:07d}" for number in numbers.tolist()], pa.string())
@@ -108,8 +219,8 @@ def _item_table(catalogue: Catalogue, item_ids: pa.Array, first_s: int, seed: in
             "title": pa.array(catalogue.titles, pa.string()),
             "category": paths.take(pa.array(catalogue.category)),
             "creator": pa.array(catalogue.creators, pa.string()),
-            "era": words(ERAS, catalogue.era),
-            "mood": words(MOODS, catalogue.mood),
+            "era": _words(ERAS, catalogue.era),
+            "mood": _words(MOODS, catalogue.mood),
             "created_at": timestamps(pa.array(first_s + catalogue.created_day * DAY_S + seconds)),
         }
     )
