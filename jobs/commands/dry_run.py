@@ -13,10 +13,9 @@ from laserbatch.jobs.console import say
 from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.attempt import newest_attempt
 from laserbatch.jobs.stages.budgets import last_speed
-from laserbatch.jobs.stages.endpoint import predicted_cost
 from laserbatch.jobs.stages.inputs import checked_inputs
 from laserbatch.jobs.stages.night import Night, new_night, say_other_prompts
-from laserbatch.jobs.stages.night_plans import plan_night
+from laserbatch.jobs.stages.night_plans import plan_night, predicted_cost
 from laserbatch.jobs.stages.variants import means
 from laserbatch.pipeline.knowledge.prompts import changed_parts
 from laserbatch.pipeline.knowledge.questions import SideQuestions

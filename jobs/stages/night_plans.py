@@ -10,7 +10,7 @@ from typing import ClassVar
 from laserbatch.jobs.console import progress
 from laserbatch.jobs.formatting import counted
 from laserbatch.jobs.stages.inputs import changed_inputs
-from laserbatch.jobs.stages.night import Night
+from laserbatch.jobs.stages.night import Night, means
 from laserbatch.jobs.stages.shards import Finished
 from laserbatch.pipeline.decoding.endpoint_settings import BATCH_SHARD_ROWS
 from laserbatch.pipeline.decoding.settings import DecodingSettings
@@ -37,6 +37,19 @@ logger = logging.getLogger("laserbatch.planning")
 def plan_night(night: Night, folder: RunFolder) -> dict[Side, SidePlan]:
     """The plans of a night, made in a folder that need not be the run's."""
     return NightPlanner(night, folder, night.settings.decoding).plans()[0]
+
+
+def predicted_cost(night: Night, side: Side, num_rows: int, num_tokens: int | None) -> float | None:
+    """The predicted price of a side's texts: prompts are as long as those of the night before, and none is cached.
+
+    None without a price, or without a night before.
+    """
+    server = night.settings.decoding.endpoint
+    prices = None if server is None else server.price_per_million_tokens
+    if prices is None or night.previous is None or num_tokens is None:
+        return None
+    (num_prompt,) = means(night.previous, side, ["num_prompt_tokens"])
+    return None if num_prompt is None else prices.cost(round(num_rows * num_prompt), num_tokens)
 
 
 class NightPlanner:

@@ -10,6 +10,7 @@ from threading import Thread
 from typing import Any
 
 from laserbatch.jobs.console import say
+from laserbatch.jobs.events import emit
 from laserbatch.jobs.gates import measure
 from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.attempt import recorded
@@ -17,7 +18,6 @@ from laserbatch.jobs.stages.audit import audit_texts, generate_audited, needs_au
 from laserbatch.jobs.stages.build_pools import collect_pools, prepare_pools
 from laserbatch.jobs.stages.compare_ctr import compare_night
 from laserbatch.jobs.stages.encode import encode_run, load_encoder, same_dtype
-from laserbatch.jobs.stages.endpoint import recorded_endpoint
 from laserbatch.jobs.stages.generate import generate_knowledge
 from laserbatch.jobs.stages.metrics import night_metrics
 from laserbatch.jobs.stages.night import Night, open_night, pools_in_use
@@ -33,6 +33,7 @@ from laserbatch.jobs.stages.publishing import (
 )
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.distributed.cluster import end_leftovers
+from laserbatch.pipeline.engines.spending import Spending
 from laserbatch.pipeline.errors import RunFailed
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
@@ -108,7 +109,7 @@ def _do_stages(night: Night, policy: PublishPolicy) -> None:
         return
     with NightWorkers(settings.cluster, night.workspace.root) as workers:
         try:
-            with recorded_endpoint(night):
+            with _recorded_endpoint(night):
                 run_stages(night, WRITING, workers)
         except RunFailed as error:
             # Nothing is published, and the next attempt resumes at the finished shards.
@@ -133,6 +134,22 @@ def run_stages(night: Night, stages: Iterable[Stage], *values: Any) -> None:
                 if stage.result is not None:
                     group, field = stage.result.split(".")
                     setattr(getattr(night.manifest, group), field, value)
+
+
+@contextmanager
+def _recorded_endpoint(night: Night) -> Iterator[None]:
+    """Add to the manifest which server wrote the texts of the block and what they cost, also if it ends early."""
+    prices = night.settings.decoding.endpoint and night.settings.decoding.endpoint.price_per_million_tokens
+    if prices is not None:
+        emit("endpoint", prices=prices.model_dump())  # by which the cost is shown while the night runs
+    try:
+        yield
+    finally:
+        if (server := night.settings.decoding.endpoint) is not None:
+            figures = Spending.of(night.run.root).figures(server)
+            night.manifest.generation.endpoint = figures
+            if figures.changes:
+                say(f"WARNING: {figures.changes}")
 
 
 def encode_and_build_pools(night: Night, workers: NightWorkers) -> None:
