@@ -4,6 +4,7 @@ Values are measured once and stored in the manifest. Limits are settings that do
 of one, the same command judges the same values again and generates nothing.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,7 @@ from laserbatch.pipeline.knowledge.records import knowledge_schema
 from laserbatch.pipeline.planning.refresh import EVIDENCE
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.damage import unless_damaged
-from laserbatch.pipeline.storage.figures import AuditFigures, CtrFigures, GateFigures, SideFigures
+from laserbatch.pipeline.storage.figures import AuditedText, AuditFigures, CtrFigures, GateFigures, SideFigures
 from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.parquet import iter_parquet, parquet_files
 from laserbatch.pipeline.storage.run_folder import RunFolder
@@ -171,6 +172,17 @@ def _audited(audit: AuditFigures | None) -> Iterator[GateFigures]:
             "added names": comparison.names.surely_worse,
         }
         yield from (GateFigures(gate, side, value) for gate, value in values.items())
+
+
+def badness(pair: AuditedText) -> float:
+    """The largest measure of a pair in units of the limit that the audit gates have for it."""
+    return max(
+        abs(math.log(pair.length_ratio)) / math.log(MAX_AUDIT_LENGTH_FACTOR),
+        (1 - pair.cosine) / (1 - MIN_AUDIT_COSINE),
+        pair.added_repetition / MAX_ADDED_REPETITION,
+        pair.lost_fields / MAX_LOST_FIELDS,
+        len(pair.names) / MAX_ADDED_NAMES,
+    )
 
 
 def _auc(figures: CtrFigures) -> GateFigures:

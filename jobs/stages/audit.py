@@ -17,15 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from laserbatch.jobs.gates import (
-    MAX_ADDED_NAMES,
-    MAX_ADDED_REPETITION,
-    MAX_AUDIT_LENGTH_FACTOR,
-    MAX_LOST_FIELDS,
-    MIN_AUDIT_COSINE,
-    MIN_PAIRS,
-    repeated_shares,
-)
+from laserbatch.jobs.gates import MIN_PAIRS, badness, repeated_shares
 from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.plain_baseline import generate_plain_sample
 from laserbatch.jobs.stages.workers import NightWorkers
@@ -199,7 +191,7 @@ def _audit(night: Night, side: Side, sample: _Sample, load_encoder: "Callable[[]
         repetition=_mean(ours.repetition, theirs.repetition),
         fields=_mean(ours.fields, theirs.fields, worse=-1),
         names=_mean(np.array([*map(len, ours.names)], float), np.array([*map(len, theirs.names)], float)),
-        cases=sorted(differing, key=_badness, reverse=True)[:NUM_CASES],
+        cases=sorted(differing, key=badness, reverse=True)[:NUM_CASES],
     )
 
 
@@ -222,14 +214,3 @@ def _mean(drafted: np.ndarray, plain: np.ndarray, worse: int = 1) -> AuditedMean
     added = worse * (drafted - plain)
     error = added.std(ddof=1) / math.sqrt(len(added)) if len(added) > 1 else math.inf
     return AuditedMean(float(drafted.mean()), float(plain.mean()), float(max(added.mean() - 2 * error, 0)))
-
-
-def _badness(pair: AuditedText) -> float:
-    """The largest measure of a pair in units of its limit."""
-    return max(
-        abs(math.log(pair.length_ratio)) / math.log(MAX_AUDIT_LENGTH_FACTOR),
-        (1 - pair.cosine) / (1 - MIN_AUDIT_COSINE),
-        pair.added_repetition / MAX_ADDED_REPETITION,
-        pair.lost_fields / MAX_LOST_FIELDS,
-        len(pair.names) / MAX_ADDED_NAMES,
-    )

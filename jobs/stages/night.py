@@ -3,7 +3,6 @@
 import copy
 import datetime
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from pydantic import ValidationError
 
 from laserbatch.jobs.console import say
 from laserbatch.jobs.settings import NOT_OF_OUTPUT, Settings
-from laserbatch.jobs.stages.attempt import new_manifest, newest_attempt, stage
+from laserbatch.jobs.stages.attempt import new_manifest, newest_attempt
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, checked_inputs, needs_a_model, writable_folder
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 from laserbatch.pipeline.errors import ConfigError
@@ -92,10 +91,6 @@ class Night:
         if version is not None:
             router = Router.load(self.pools.folder(version) / "router" / side)
         return side_routes(router, self.tables, side)
-
-    def stage(self, name: str) -> AbstractContextManager[None]:
-        """Time a stage into the manifest, which is saved when it ends well."""
-        return stage(self.manifest, name)
 
 
 def parse_date(text: str) -> datetime.date:

@@ -13,7 +13,7 @@ from laserbatch.jobs.console import say
 from laserbatch.jobs.events import emit
 from laserbatch.jobs.gates import measure
 from laserbatch.jobs.settings import Settings
-from laserbatch.jobs.stages.attempt import recorded
+from laserbatch.jobs.stages.attempt import recorded, stage
 from laserbatch.jobs.stages.audit import audit_texts, generate_audited, needs_audited_texts, remove_audited_texts
 from laserbatch.jobs.stages.build_pools import collect_pools, prepare_pools
 from laserbatch.jobs.stages.compare_ctr import compare_night
@@ -127,12 +127,12 @@ def _do_stages(night: Night, policy: PublishPolicy) -> None:
 
 def run_stages(night: Night, stages: Iterable[Stage], *values: Any) -> None:
     """Run the stages that are due, one after another; the manifest is saved after each."""
-    for stage in stages:
-        if stage.is_due(night):
-            with night.stage(stage.name):
-                value = stage.run(night, *values)
-                if stage.result is not None:
-                    group, field = stage.result.split(".")
+    for each in stages:
+        if each.is_due(night):
+            with stage(night.manifest, each.name):
+                value = each.run(night, *values)
+                if each.result is not None:
+                    group, field = each.result.split(".")
                     setattr(getattr(night.manifest, group), field, value)
 
 
@@ -159,12 +159,12 @@ def encode_and_build_pools(night: Night, workers: NightWorkers) -> None:
     """
     workers.dismiss()
     encoding = same_dtype(night.settings.encoding, night.previous)
-    with night.stage("pools"):
+    with stage(night.manifest, "pools"):
         build = prepare_pools(night, make_current=False, start_cluster=workers.cluster)
     if any(figures.num_generated for figures in night.manifest.generation.sides.values()):
         _import_first(night)
     with run_in_background(build) as built:
-        with night.stage("encode"):
+        with stage(night.manifest, "encode"):
             fields: dict[Side, tuple[str, ...]] = {side: night.template(side).encode for side in SIDES}
             night.manifest.features = encode_run(
                 night.run.root, encoding, night.previous, fields=fields, start_cluster=workers.cluster
@@ -173,7 +173,7 @@ def encode_and_build_pools(night: Night, workers: NightWorkers) -> None:
                 encode_run(
                     night.run.plain.root, encoding, codes_of=night.run, fields=fields, start_cluster=workers.cluster
                 )
-        with night.stage("pools"):
+        with stage(night.manifest, "pools"):
             night.manifest.pools_built = built.result()
 
 

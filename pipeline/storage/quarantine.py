@@ -39,11 +39,7 @@ class QuarantineRow:
     def of(
         cls, entity_id: str | int, side: Side, message: str, fingerprint: str | None = None, text: str | None = None
     ) -> "QuarantineRow":
-        """From the message of a `RowError`, whose first word before a colon is the reason.
-
-        >>> QuarantineRow.of(7, "item", "too-long: 900 tokens, 512 fit").reason
-        'too-long'
-        """
+        """From the message of a `RowError`, whose first word before a colon is the reason."""
         return cls(entity_id, side, reason_of(message), message.partition(":")[2].strip(), fingerprint, text)
 
 

@@ -208,7 +208,7 @@ def test_figures_are_refreshed_while_the_night_runs(tmp_path, night, monkeypatch
         emit("planned", of="generate", side="user", entities=40, carried_over=20, reasons={"no-title": 1})
         sides = {"user": {"shards": 2, "rows": 20, "done": done}}
         emit("shards_begin", of="generate", sides=sides, expected_tokens={})
-        with night.stage("encode"):
+        with stage(night.manifest, "encode"):
             pass
         running = read_when(path, 'laserbatch_stage_seconds{stage="encode"}')
         progress_s = datetime.datetime.fromisoformat(read_events(night.run.events_path)[-1]["time"]).timestamp()
@@ -272,7 +272,7 @@ def test_no_secret_of_the_environment_stands_in_what_a_night_leaves(tmp_path, mo
     with pytest.raises(RunFailed), night_metrics(settings) as known:
         night = open_night(settings, datetime.date(2025, 3, 1))
         known.manifest = night.manifest
-        with recorded(night.manifest), night.stage("generate"):
+        with recorded(night.manifest), stage(night.manifest, "generate"):
             raise RunFailed("most texts failed")
     write_report(night.manifest, night.run.report_path)
     written = [path for path in settings.workspace.rglob("*") if path.is_file()]
