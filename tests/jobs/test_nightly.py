@@ -22,16 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from night_world import (
-    FIRST_DATE,
-    SECOND_DATE,
-    command_here,
-    make_world,
-    run_here,
-    start,
-    write_config,
-    write_here,
-)
+from night_world import FIRST_DATE, SECOND_DATE, command_here, make_world, run_here, start, write_config, write_here
 
 from laserbatch.jobs.commands.nightly import nightly
 from laserbatch.pipeline.sides import SIDES
