@@ -9,7 +9,7 @@ import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
@@ -86,43 +86,34 @@ def night_metrics(settings: Settings, name: str = NAME, within: str = ".") -> It
 
     `within` : the folder of an extension's workspace in that of the nights.
     """
-    night, path = NightMetrics(), settings.metrics.textfile
-    if path is not None:
-        path = path.with_stem(path.stem + name.removeprefix(NAME))
-    workspace = settings.workspace / within
+    night, path, workspace = NightMetrics(), settings.metrics.textfile, settings.workspace / within
+    if path is None:
+        yield night
+        return
+    path, has_ended = path.with_stem(path.stem + name.removeprefix(NAME)), Event()
+    thread = Thread(target=_refresh, args=(path, night, workspace, name, has_ended), daemon=True)
+    thread.start()
     try:
-        with nullcontext() if path is None else _refreshed(path, night, workspace, name):
-            yield night
+        yield night
     except BaseException as error:
         night.exit_code = exit_code_of(error)
         raise
     finally:
-        if path is not None:
-            with ends_no_night("the metrics are not written"):
-                write_text(exposition(night, workspace, night.start_s, time.time(), name), path)
-
-
-@contextmanager
-def _refreshed(path: Path, night: NightMetrics, workspace: Path, name: str) -> Iterator[None]:
-    """Write the figures of a night that runs every few seconds, in a thread. The first failure is logged."""
-    has_ended = Event()
-
-    def refresh() -> None:
-        log = logger.warning
-        while not has_ended.wait(REFRESH_S):
-            try:
-                write_text(running_exposition(night, workspace, path, name), path)
-            except Exception as error:  # figures end no night
-                log("the metrics are not refreshed: %s", line_of(error, names_values=False))
-                log = logger.debug
-
-    thread = Thread(target=refresh, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
         has_ended.set()
         thread.join()  # what it writes last comes before what is written of the end
+        with ends_no_night("the metrics are not written"):
+            write_text(exposition(night, workspace, night.start_s, time.time(), name), path)
+
+
+def _refresh(path: Path, night: NightMetrics, workspace: Path, name: str, has_ended: Event) -> None:
+    """Write the figures of a night that runs every few seconds. The first failure is logged as a warning."""
+    log = logger.warning
+    while not has_ended.wait(REFRESH_S):
+        try:
+            write_text(running_exposition(night, workspace, path, name), path)
+        except Exception as error:  # figures end no night
+            log("the metrics are not refreshed: %s", line_of(error, names_values=False))
+            log = logger.debug
 
 
 def exposition(night: NightMetrics, workspace: Path, start_s: float, end_s: float, name: str = NAME) -> str:
