@@ -28,16 +28,13 @@ def external_corpus(night: Night, sides: Collection[Side]) -> Iterator[None]:
     server, generation = night.settings.decoding.endpoint, night.manifest.generation
     assert server is not None
     generation.external_corpus = None
-    if night.previous is None:
-        yield
-        return
     corpora, corpus_id = ExternalCorpora(server), corpus_id_of(night)
     try:
-        room = corpora.room(corpus_id)
+        room = None if night.previous is None else corpora.room(corpus_id)
     except CorpusError as error:
         _record_problem(night, f"the server drafts from no earlier texts: {error}")
         room = None
-    if room is None:
+    if night.previous is None or room is None:
         yield
         return
     try:
