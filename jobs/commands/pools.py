@@ -36,7 +36,7 @@ def rebuild(
     opened = Workspace.open(settings.workspace, create=False)
     with opened.lock():
         night = open_run(settings, run)
-        night.run.require_unchanged()
+        night.run.require_whole(compare_bytes=True)
         name, is_finished = night.run.run_id, night.run.is_finished
         build_pools(night, make_current=is_finished, anew=True)
         if not is_finished:

@@ -101,7 +101,7 @@ def diff(
         raise WorkspaceError(f"run {new.run_id} was built on none; name the run to compare it with")
     old = opened.existing_run(before)
     for run in (old, new):
-        run.require_unchanged()
+        run.require_whole(compare_bytes=True)
     sides = {side: diff_side(old, new, side, limit) for side in SIDES}
     settings = changed_settings(old.load_manifest().origin.settings, new.load_manifest().origin.settings)
     if as_json:
@@ -144,7 +144,7 @@ def publish(
         folder = opened.existing_run(run)
         if not (folder.is_finished or folder.is_held):
             raise WorkspaceError(f"run {run} is not finished; `laserbatch nightly --date {folder.date}` finishes it")
-        folder.require_unchanged()
+        folder.require_whole(compare_bytes=True)
         force_publish(opened, folder.run_id)
         deliver(opened, delivery_uri(opened, settings.deliver_to), force=True)
     summary({"published": folder.run_id, "published_before": before}, as_json)
@@ -163,7 +163,7 @@ def rollback(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, a
         if rolled_back is None:
             raise WorkspaceError(f"{opened.root} has no published run, so there is nothing to roll back")
         for run in opened.publication.earlier_runs()[:1]:
-            run.require_unchanged()
+            run.require_whole(compare_bytes=True)
         published = opened.publication.roll_back()
         use_pools_of(opened, published)
         deliver(opened, delivery_uri(opened, settings.deliver_to), force=True)

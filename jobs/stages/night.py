@@ -148,8 +148,6 @@ def open_night(
     if attempt.manifest is None:
         night = new_night(settings, workspace, date, attempt.edition, base_run)
         warn_of_shared_words(settings)
-        if date > datetime.datetime.now(datetime.UTC).date() + datetime.timedelta(days=1):
-            say(f"{date} is in the future: once published, no night of an earlier date is published by itself")
         say_other_prompts(night)
         night.manifest.origin.force, night.manifest.origin.inputs = force, inputs
         night.manifest.save()

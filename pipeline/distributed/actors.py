@@ -24,9 +24,10 @@ from laserbatch.pipeline.distributed.tasks import (
     require_same_folder,
 )
 from laserbatch.pipeline.errors import ClusterFailed, RunFailed
-from laserbatch.pipeline.planning.plan import Shard, read_ids, split_shard
+from laserbatch.pipeline.planning.plan import Shard, split_shard
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.figures import ShardRecord
+from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.retrieval_pools.step_cost import StepCost
@@ -48,8 +49,8 @@ class ShardAbandoned:
     reason: str
 
     def rows(self, run_dir: Path) -> Iterator[QuarantineRow]:
-        for entity_id, fingerprint in read_ids(run_dir / self.shard.path):
-            yield QuarantineRow.of(entity_id, self.shard.side, self.reason, fingerprint)
+        for row in read_parquet(run_dir / self.shard.path, ["entity_id", "fingerprint"]).to_pylist():
+            yield QuarantineRow.of(row["entity_id"], self.shard.side, self.reason, row["fingerprint"])
 
 
 def run_shards(

@@ -5,10 +5,9 @@ shards again, and makes a plan anew of which anything was lost: shards whose row
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -132,12 +131,6 @@ def read_shard(path: Path) -> list[PlannedRow]:
             shown = shown_of_row(row)
             rows.append(PlannedRow(row["entity_id"], shown, row["fingerprint"], previous_ids, row["group"]))
     return rows
-
-
-def read_ids(path: Path) -> Iterator[tuple[Any, str]]:
-    """Entity id and fingerprint of each row of a shard's plan file."""
-    for batch in iter_parquet(path, ["entity_id", "fingerprint"]):
-        yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
 
 
 def split_shard(run_dir: Path, shard: Shard) -> tuple[Shard, Shard]:

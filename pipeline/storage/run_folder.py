@@ -137,8 +137,8 @@ class RunFolder:
                 if compare_bytes:
                     self._require_sha256(path, part.sha256)
 
-    def require_whole(self) -> None:
-        """Raises WorkspaceError where a file that the run wrote of its entities is missing."""
+    def require_whole(self, compare_bytes: bool = False) -> None:
+        """Raises WorkspaceError where a file of its entities is missing, or, if compared, not as the run wrote it."""
         manifest = self.load_manifest()
         for side in manifest.generation.sides:
             self.finished_quarantine(side)
@@ -149,14 +149,9 @@ class RunFolder:
                     f"{path} is missing; expected the texts of {num_rows} of its {side}s. Restore it from a copy, or "
                     f"move {self.root} away and run {self.date} again (`laserbatch nightly`, of lists `recommend`)."
                 )
-        self.require_features(manifest.features)
-
-    def require_unchanged(self) -> None:
-        """Raises WorkspaceError where a file of texts or features is missing, or not as the run wrote it."""
-        self.require_whole()
-        self.require_features(self.load_manifest().features, compare_bytes=True)
-        for path, sha256 in (self.shards("user").checksums() | self.shards("item").checksums()).items():
-            self._require_sha256(path, sha256)
+            for path, sha256 in self.shards(side).checksums().items() if compare_bytes else ():
+                self._require_sha256(path, sha256)
+        self.require_features(manifest.features, compare_bytes)
 
     def _require_sha256(self, path: Path, sha256: str) -> None:
         if sha256_file(path) != sha256:

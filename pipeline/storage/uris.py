@@ -18,10 +18,8 @@ MAX_RETRY_S = 60  # of a service of Google's that cannot be reached; its client 
 # Which may be asked as soon as they are opened.
 SERVICES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
 _SECRET_OPTION = re.compile(r"[?&][^=&]*(key|secret|token|passw|credential|sig)[^=&]*=", re.IGNORECASE)
-ADVICE = (
-    "Check the URI, that the service can be reached, and its credentials: they are taken from the standard chain (for "
-    "s3:// the environment, ~/.aws, the machine's role)"
-)
+STANDARD_CHAIN = "taken from the standard chain (for s3:// the environment, ~/.aws, the machine's role)"
+ADVICE = f"Check the URI, that the service can be reached, and its credentials: they are {STANDARD_CHAIN}"
 
 
 def is_uri(path: object) -> TypeGuard[str]:
@@ -39,8 +37,7 @@ def without_credentials(uri: str) -> str:
     if has_credentials(uri):
         raise ConfigError(
             f"a {uri.partition('://')[0]}:// URI of the configuration or the command has a password or key in it; "
-            "leave that out: credentials are taken from the standard chain (for s3:// the environment, ~/.aws, the "
-            "machine's role)"
+            f"leave that out: credentials are {STANDARD_CHAIN}"
         )
     return uri
 
