@@ -138,7 +138,6 @@ def report_error(error: BaseException) -> int | str | None:
 
 
 def main() -> None:
-    """Run the command line."""
     os.umask(os.umask(0o022) | 0o002)  # no file is writable for everybody
     end_at_sigterm()
     try:

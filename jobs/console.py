@@ -181,7 +181,6 @@ def summary_table(data: Mapping) -> Table:
 
 
 def print_table(shown: "ReportTable") -> None:
-    """Show a table of a report on the terminal."""
     table = Table(
         title=shown.title,
         caption=shown.caption,

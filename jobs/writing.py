@@ -83,7 +83,6 @@ def _done_by_side(begun: Event, outcomes: Sequence[Event]) -> dict[Side, Counts]
 
 
 def _plans(events: Sequence[Event], begun: Event) -> list[Event]:
-    """The plans of the sides whose shards were handed out."""
     return [event for event in events if event["event"] == "planned" and event["of"] == begun["of"]]
 
 

@@ -212,7 +212,6 @@ class WorkerPool:
         return None if shard is None else (shard, answer)
 
     def notify_first_text(self) -> None:
-        """Call `on_first_text` once."""
         notify, self.on_first_text = self.on_first_text, None
         if notify is not None:
             notify()
@@ -352,5 +351,4 @@ class _Worker:
 
     @ray.method(concurrency_group="heartbeat")
     def heartbeat(self) -> tuple[int, float, int]:
-        """Forwards so far, seconds of the costliest step, and finished texts."""
         return (0, 0.0, 0) if self._worker is None else self._worker.progress()

@@ -140,7 +140,6 @@ def format_nodes(nodes: Sequence[Node]) -> str:
 
 
 def cluster_nodes() -> list[Node]:
-    """The living nodes of the cluster."""
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return [Node(int(resources.get("CPU", 0)), int(resources.get("GPU", 0))) for resources in alive]
 

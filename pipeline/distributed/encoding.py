@@ -105,7 +105,6 @@ class ClusterEncoder:
 
 
 def _ended(references: list[ray.ObjectRef]) -> ray.ObjectRef:
-    """The first of some tasks that ends."""
     done, _ = ray.wait(references, num_returns=1, timeout=MAX_SILENT_S)
     if not done:
         raise ClusterFailed(

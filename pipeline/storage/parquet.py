@@ -143,9 +143,8 @@ def iter_parquet(
 def iter_range(path: Path, start: int, stop: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
     """Rows `start` to `stop` of a file, in batches; only the row groups that hold them are read."""
     with _opened(path, columns) as file:
-        sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
-        starts = np.cumsum([0, *sizes])
-        groups = [number for number in range(len(sizes)) if starts[number] < stop and starts[number + 1] > start]
+        starts = _group_starts(file)
+        groups = np.flatnonzero((starts[:-1] < stop) & (starts[1:] > start)).tolist()
         first = int(starts[groups[0]]) if groups else 0
         for batch in file.iter_batches(columns=columns, batch_size=ROW_GROUP_ROWS, row_groups=groups):
             selected = slice(max(start - first, 0), min(stop - first, batch.num_rows))
@@ -168,13 +167,18 @@ def num_rows_of(path: Path) -> int:
 def read_rows(path: Path, rows: np.ndarray, columns: Sequence[str]) -> pa.Table:
     """Some rows of a file, int64[n], ascending; only the row groups that hold them are read."""
     with _opened(path, columns) as file:
-        sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
-        ends = np.cumsum(sizes, dtype=np.int64)
-        group_of = np.searchsorted(ends, rows, side="right")
+        starts = _group_starts(file)
+        group_of = np.searchsorted(starts[1:], rows, side="right")
         return pa.concat_tables(
-            file.read_row_group(number, columns=columns).take(rows[group_of == number] - (ends[number] - sizes[number]))
+            file.read_row_group(number, columns=columns).take(rows[group_of == number] - starts[number])
             for number in np.unique(group_of).tolist()
         )
+
+
+def _group_starts(file: pq.ParquetFile) -> np.ndarray:
+    """The first row of each row group, and the number of all rows: int64[num_row_groups + 1]."""
+    groups = range(file.num_row_groups)
+    return np.cumsum([0, *(file.metadata.row_group(number).num_rows for number in groups)])
 
 
 def _read_file(path: Path, columns: Sequence[str] | None) -> pa.Table:
