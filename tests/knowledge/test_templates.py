@@ -39,8 +39,6 @@ def test_a_folder_of_ones_own_comes_first(tmp_path):
         (MINIMAL + "attributes:\n", r"attributes: expected keys .*found nothing"),
         (MINIMAL.replace("free", "aspects"), "needs `factors`"),
         (MINIMAL.replace("2", "two"), r"version: .*\(found 'two'\)"),
-        (MINIMAL + "attributes: {line: '{nonsense}'}\n", "nonsense"),
-        (MINIMAL + "attributes: {line: '{value'}\n", "format string"),
         (MINIMAL.replace("mine", "other"), "calls itself"),
         ("a: [", "not YAML"),
         (

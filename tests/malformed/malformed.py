@@ -255,8 +255,6 @@ CASES = [
          "5")),
     Case("a choice is none", config(decoding={"verifier": "strict"}), ("decoding.verifier", "relaxed",
          "'strict'")),
-    Case("a key is twice", text("laserbatch.yaml", "workspace: a\ngates: {}\nworkspace: c\n"), ("workspace twice",
-         "lines 1 and 3")),
     Case("tabs indent", text("laserbatch.yaml", "decoding:\n\tbatch_size: 3\n"), ("laserbatch.yaml", "is not YAML",
          "line 2")),
     Case("the configuration is a list", text("laserbatch.yaml", "- decoding\n"), ("laserbatch.yaml",
@@ -266,8 +264,6 @@ CASES = [
     Case("the configuration is not UTF-8", text("laserbatch.yaml", b"workspace: caf\xe9\n"), ("laserbatch.yaml",
          "not YAML")),
     Case("the workspace is another folder", config(workspace="tables"), ("tables", "not a workspace", "new or empty")),
-    Case("the workspace is of another version", text("workspace/workspace.json", '{"format_version": 99}'),
-         ("version 99",)),
     # Templates
     Case("a template is missing", config(knowledge={"user_template": "nobody"}), ("no prompt template 'nobody'",
          "my_user")),
@@ -275,13 +271,7 @@ CASES = [
          "knowledge.user_template")),
     Case("a template shows an unknown column", template("item", attributes={"columns": ["title", "prize"]}),
          ("my_item", "'prize'", "did you mean 'price'")),
-    Case("a template has an unknown placeholder", template("item", attributes={"line": "{label} = {valeu}"}),
-         ("my_item", "valeu", "label")),
-    Case("a template has an open brace", template("user", history={"line": "{title"}), ("my_user", "history.line",
-         "format")),
-    Case("a template asks nothing", template("user", instruction=" "), ("my_user", "instruction", "empty")),
     Case("a template is an empty file", text("prompts/my_user.yaml", ""), ("my_user.yaml", "nothing")),
-    Case("a template has another name", template("user", name="yours"), ("my_user.yaml", "'yours'")),
     # Models, encoders and other files
     Case("a model folder is missing", config(decoding={"model": "nowhere"}), ("no model folder", "nowhere")),
     Case("a model has no tokenizer", model(lambda folder: [(folder / name).unlink() for name in
