@@ -148,5 +148,5 @@ def stage(manifest: RunManifest, name: str) -> Iterator[None]:
         trim(0)
     took_s = time.perf_counter() - start_s
     emit("stage_end", stage=name, seconds=took_s)
-    manifest.add_stage(name, took_s)
+    manifest.stages[name] = manifest.stages.get(name, 0.0) + took_s
     manifest.save()

@@ -169,9 +169,5 @@ class RunManifest:
         """Write the file atomically: a reader sees the old one or the new one."""
         write_json(self.as_json(), self.path)
 
-    def add_stage(self, name: str, wall_s: float) -> None:
-        """Record a stage's wall time; a stage that ran before (a resumed run) adds up."""
-        self.stages[name] = self.stages.get(name, 0.0) + wall_s
-
 
 _MANIFEST = TypeAdapter(RunManifest)

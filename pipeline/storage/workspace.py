@@ -245,9 +245,10 @@ class Publication:
                 if "withdrawn" in history:  # the key of 0.1.0
                     history["rolled_back"] = history.pop("withdrawn")
                 before, rolled_back = history["before"], history["rolled_back"]
-                are_lists = isinstance(before, list) and isinstance(rolled_back, list)
-                if are_lists and all(map(_is_run_id, (history.get("run_id"), *before, *rolled_back))):
-                    return history
+                if isinstance(before, list) and isinstance(rolled_back, list):
+                    run_ids = (history.get("run_id"), *before, *rolled_back)
+                    if all(isinstance(run_id, str) and FOLDER_NAME.fullmatch(run_id) for run_id in run_ids):
+                        return history
         return {"run_id": None, "before": [], "rolled_back": []}
 
     def _point_to(self, run_id: str, before: list[str], rolled_back: list[str]) -> None:
@@ -257,7 +258,3 @@ class Publication:
         rolled_back = [other for other in dict.fromkeys(rolled_back) if self.workspace.run(other).root.is_dir()]
         for path in (self._pointer_copy, self._pointer):
             write_json({"run_id": run_id, "before": before, "rolled_back": rolled_back}, path)
-
-
-def _is_run_id(value: object) -> bool:
-    return isinstance(value, str) and FOLDER_NAME.fullmatch(value) is not None

@@ -171,13 +171,10 @@ def test_a_manifest_comes_back(run):
         "user": SideFigures(3, 1, 1, 1, 0, {"empty": 1}, {"none": 3}, [shard], counted, None, [sample])
     }
     manifest.generation.pools = PoolsUsed("v", item=PoolFigures("v", 2, 9, {"g": {"num_texts": 2, "num_tokens": 9}}))
-    manifest.add_stage("generate", 1.0)
-    manifest.add_stage("encode", 2.0)
-    manifest.add_stage("generate", 0.5)
+    manifest.stages = {"generate": 1.5, "encode": 2.0}
     manifest.save()
     loaded = run.load_manifest()
     assert loaded == manifest
-    assert loaded.stages == {"generate": 1.5, "encode": 2.0}
     assert (loaded.run_id, loaded.status) == (make_run_id(DATE, {"a": [2], "b": 1}), "running")
     assert loaded.judgement.ctr == CtrFigures()
 
