@@ -4,6 +4,7 @@ Groups: `laserbatch.drafters` and `laserbatch.verifiers` (`decoding/plugins.py`)
 the night, with runs of its own: `jobs/extensions.py`), `laserbatch.commands` (`jobs/cli.py`).
 """
 
+import difflib
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -13,7 +14,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from laserbatch.pipeline.errors import ConfigError
-from laserbatch.pipeline.validation import explain, nearest
+from laserbatch.pipeline.validation import explain
 
 
 class UnknownPlugin(ConfigError, ValueError):
@@ -34,10 +35,22 @@ def installed(group: str) -> Mapping[str, EntryPoint]:
 
 
 def load_plugin(group: str, name: str, built_in: tuple[str, ...] = ()) -> Any:
-    """The object of an entry point. Raises UnknownPlugin, which lists `built_in` names, too: they need no package."""
+    """The object of an entry point. `built_in` names need no package; they are listed where the name is unknown.
+
+    Raises UnknownPlugin.
+    """
     plugins = installed(group)
     if name not in plugins:
-        raise UnknownPlugin(f"no installed package brings {name!r}; {nearest(str(name), (*built_in, *plugins))}")
+        origins = {plugin: "built in" for plugin in built_in} | {
+            plugin: f"package {_package(entry)}" for plugin, entry in plugins.items()
+        }
+        near = difflib.get_close_matches(str(name), origins, n=1, cutoff=0.5)
+        listed = "; ".join(
+            f"{', '.join(plugin for plugin, its in origins.items() if its == origin)} ({origin})"
+            for origin in dict.fromkeys(origins.values())
+        )
+        meant = f"Did you mean {near[0]!r}? " if near else ""
+        raise UnknownPlugin(f"no installed package brings {name!r}. {meant}There are {listed or 'none'}")
     try:
         return plugins[name].load()
     except (ImportError, AttributeError) as error:

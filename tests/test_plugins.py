@@ -37,13 +37,15 @@ def test_the_class_of_an_entry_point_drafts(entries):
 
 def test_an_unknown_name_is_refused_with_those_that_there_are(entries):
     entries.append(brought("nothing", f"{__name__}:Nothing"))
-    with pytest.raises(ValueError, match=r"brings 'nothin'; did you mean 'nothing'\?"):
+    with pytest.raises(ValueError, match=r"brings 'nothin'\. Did you mean 'nothing'\? There are previous, .*pool"):
         DecodingSettings(drafters=("nothin",))
 
 
 def test_without_any_package_the_core_has_its_own_drafters_and_rules(entries):
     assert DecodingSettings().plugin_drafters == () and not DecodingSettings().verifier_samples
-    with pytest.raises(ValueError, match=r"brings 'typical'; there are greedy, probability, relaxed, top_k \["):
+    with pytest.raises(
+        ValueError, match=r"brings 'typical'\. There are greedy, top_k, probability, relaxed \(built in\) \["
+    ):
         DecodingSettings(verifier="typical")
 
 
