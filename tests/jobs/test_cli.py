@@ -121,10 +121,10 @@ def failing(run, monkeypatch):
     """A command in which something is raised."""
 
     def raised(error: BaseException):
-        def load_settings(*_):
+        def open_workspace(*_):
             raise error
 
-        monkeypatch.setattr(pools, "load_settings", load_settings)
+        monkeypatch.setattr(pools, "open_workspace", open_workspace)
         return run("pools", "list", "--json")
 
     return raised
