@@ -16,6 +16,7 @@ from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.figures import FeatureFigures
+from laserbatch.pipeline.storage.parquet import num_rows_of, parquet_files
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def encode_run(
 
     figures: dict[Side, FeatureFigures] = {}
     for side in sides:
-        num_rows = sum(batch.num_rows for batch in folder.iter_knowledge(side, ["entity_id"]))
+        num_rows = sum(map(num_rows_of, parquet_files(folder.knowledge_folder(side))))
         with progress(f"encode {side} texts", num_rows) as bar:
             parts = tuple((fields or {}).get(side, ()))
             earlier = _earlier(previous, side, encoder_id, settings.max_text_tokens, parts)

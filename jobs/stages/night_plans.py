@@ -102,6 +102,8 @@ class NightPlanner:
         return before is None or bool(changed_inputs(before.origin.inputs, night.manifest.origin.inputs))
 
     def _make_plan(self, side: Side) -> SidePlan:
+        if self.previous_folder is not None:
+            self.previous_folder.require_unchanged_texts(side)
         night, previous = self.night, self.previous(side)
         template, settings = night.template(side), night.settings
         shared = shared_fingerprint(template, settings.knowledge.max_prompt_tokens, self.decoding, settings.model_dir)

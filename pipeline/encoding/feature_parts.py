@@ -5,7 +5,7 @@ taken over as it is.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from laserbatch.pipeline.encoding.codebook_file import Coding, read_codebook
 from laserbatch.pipeline.encoding.schema import days_valid, feature_schema, moments, vector_column
 from laserbatch.pipeline.encoding.vector_files import VectorFiles, VectorReader
+from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.atomic import link_file, sha256_file
 from laserbatch.pipeline.storage.figures import FeatureFile
 from laserbatch.pipeline.storage.parquet import iter_parquet, iter_range, num_rows_of, write_parquet
@@ -62,7 +63,8 @@ class PartTask:
     rows : Parquet file with the id, the provenance and the place of the vector (`VectorFiles`) of each row of the side.
     start, stop : rows of it that this file gets.
     vectors : that they name.
-    unchanged : checksum of the one earlier file that has these rows and no others; None: there is none.
+    checksums : of the earlier files that these rows are taken from.
+    is_unchanged : whether one of them has these rows and no others.
     """
 
     side: str
@@ -71,7 +73,8 @@ class PartTask:
     stop: int
     vectors: VectorFiles
     coding: Coding
-    unchanged: str | None
+    checksums: Mapping[Path, str]
+    is_unchanged: bool
     path: Path
 
     @property
@@ -84,24 +87,24 @@ class PartTask:
         return [self.path]
 
     def run(self) -> WrittenPart:
+        """Raises WorkspaceError where an earlier file is not as it was written."""
+        for path, sha256 in self.checksums.items():
+            if sha256_file(path) != sha256:
+                raise WorkspaceError(
+                    f"{path} is damaged or was changed: its SHA-256 is not {sha256[:12]}..., as its run recorded it"
+                )
         id_type = pq.read_schema(self.rows).field(f"{self.side}_id").type
         schema = feature_schema(self.side, id_type, self.vectors.new.dim)
         clusters: set[int] = set()
-        if self.unchanged is not None and self._is_as_written(schema):
-            link_file(self.vectors.earlier[0].path, self.path)
+        if self.is_unchanged and _has_schema(earlier := self.vectors.earlier[0].path, schema):
+            link_file(earlier, self.path)
             for batch in iter_parquet(self.path, ["cluster_id"]):
                 clusters.update(batch["cluster_id"].unique().to_pylist())
-            file = FeatureFile(self.path.name, num_rows_of(self.path), self.unchanged)
+            file = FeatureFile(self.path.name, num_rows_of(self.path), self.checksums[earlier])
         else:
             written = write_parquet(self._rows(clusters, schema), self.path, schema)
             file = FeatureFile(self.path.name, written.num_rows, written.sha256)
         return WrittenPart(file, tuple(sorted(clusters)))
-
-    def _is_as_written(self, schema: pa.Schema) -> bool:
-        path = self.vectors.earlier[0].path
-        earlier = pq.read_schema(path)
-        is_same = (earlier.names, earlier.metadata) == (schema.names, schema.metadata)
-        return is_same and sha256_file(path) == self.unchanged
 
     def _rows(self, clusters: set[int], schema: pa.Schema) -> Iterator[pa.Table]:
         """The rows in groups; clusters that a text is in are added to `clusters`."""
@@ -124,3 +127,8 @@ class PartTask:
             since = moments(days_valid(run_ids))
             of_batch = [ids, vector_column(vectors), *map(pa.array, codes.T), run_ids, fingerprints, since]
             yield pa.table(of_batch, schema.names)
+
+
+def _has_schema(path: Path, schema: pa.Schema) -> bool:
+    written = pq.read_schema(path)
+    return (written.names, written.metadata) == (schema.names, schema.metadata)

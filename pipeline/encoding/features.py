@@ -192,10 +192,10 @@ class FeatureWriter:
             earlier_rows = texts.earlier_rows[start:stop]
             known = earlier_rows[earlier_rows >= 0]
             held = rows_between(vectors.earlier, int(known[0]), int(known[-1]) + 1) if len(known) else ()
-            same = None if coding.codes is None else _same_file(held, vectors, earlier_rows)
-            unchanged = None if same is None else checksums[same]
+            is_unchanged = coding.codes is not None and _is_whole_file(held, vectors, earlier_rows)
             of_part, path = VectorFiles(vectors.new, held), folder / f"{number:05}.parquet"
-            yield PartTask(self.side, rows, start, stop, of_part, coding, unchanged, path)
+            of_held = {rows_of.path: checksums[rows_of.path] for rows_of in held}
+            yield PartTask(self.side, rows, start, stop, of_part, coding, of_held, is_unchanged, path)
 
 
 @dataclass(frozen=True)
@@ -264,10 +264,10 @@ def _first_ids(files: Iterable[Path], id_column: str, id_type: pa.DataType) -> l
     return [of_file[0].as_py() for of_file in ids if of_file.type == id_type]
 
 
-def _same_file(held: Sequence[FeatureRows], vectors: VectorFiles, earlier_rows: np.ndarray) -> Path | None:
-    """The earlier file that has these rows, int64[n] ascending, -1 of new texts, and no others; None: there is none."""
+def _is_whole_file(held: Sequence[FeatureRows], vectors: VectorFiles, earlier_rows: np.ndarray) -> bool:
+    """Whether an earlier file has these rows, int64[n] ascending, -1 of new texts, and no others."""
     is_whole = len(held) == 1 and held[0] in vectors.earlier and len(earlier_rows) == held[0].stop
-    return held[0].path if is_whole and (earlier_rows >= 0).all() else None
+    return is_whole and bool((earlier_rows >= 0).all())
 
 
 def changed_rows(table: Path, earlier: Path, id_column: str) -> tuple[np.ndarray, pa.Array]:

@@ -149,9 +149,19 @@ class RunFolder:
                     f"{path} is missing; expected the texts of {num_rows} of its {side}s. Restore it from a copy, or "
                     f"move {self.root} away and run {self.date} again (`laserbatch nightly`, of lists `recommend`)."
                 )
-            for path, sha256 in self.shards(side).checksums().items() if compare_bytes else ():
-                self._require_sha256(path, sha256)
+            if compare_bytes:
+                self.require_unchanged_texts(side)
         self.require_features(manifest.features, compare_bytes)
+
+    def require_unchanged_texts(self, side: Side) -> None:
+        """Raises WorkspaceError where a file of texts is not as the run wrote it, or is none of the run's."""
+        checksums = self.shards(side).checksums()
+        for path in parquet_files(self.knowledge_folder(side)):
+            if path not in checksums:
+                raise WorkspaceError(
+                    f"{path} is there, but {self.root / 'shards' / side} lists no such file. Move it away."
+                )
+            self._require_sha256(path, checksums[path])
 
     def _require_sha256(self, path: Path, sha256: str) -> None:
         if sha256_file(path) != sha256:

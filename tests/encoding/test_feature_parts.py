@@ -151,6 +151,19 @@ def test_lost_features_or_a_lost_codebook_are_named(world, lost, capsys):
     assert f"do not compare with earlier ones: {first.root / 'features' / lost}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_vectors_of_a_file_that_was_written_again_are_not_taken_over(world, is_whole, capsys):
+    first, _ = world.night(1)
+    path = sorted(first.features_folder("user").iterdir())[2]
+    rows = read_parquet(path)
+    write_parquet(rows.set_column(1, rows.schema.field(1), rows[1].take(pa.array([1, 0, 2, 3]))), path)
+    if not is_whole:
+        world.texts[rows["user_id"][0].as_py()] = ("sea", "2")
+    assert world.night(2)[1].num_encoded == 20
+    said = "do not compare with earlier ones: "
+    assert f"{said}{path} is damaged or was changed: its SHA-256 is not" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("num_rows", "match"), [(3, "has 3 rows, not 4"), (None, "damaged")])
 def test_a_file_that_lost_rows_or_is_damaged_is_named(world, num_rows, match, capsys):
     first, figures = world.night(1)

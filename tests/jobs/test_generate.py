@@ -29,7 +29,7 @@ from laserbatch.pipeline.planning import postpone
 from laserbatch.pipeline.planning.plan import read_shard
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.figures import ModelFigures, ShardInfo
-from laserbatch.pipeline.storage.parquet import read_parquet
+from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
@@ -159,6 +159,18 @@ def test_whatever_is_lost_of_an_unfinished_run_is_done_again_and_nothing_else(wo
         assert texts(again.run) == expected, name
         assert {side: again.manifest.generation.sides[side].num_carried_over for side in SIDES} == counts
         assert not list(night.run.root.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(("name", "said"), [("00000", "is damaged or was changed"), ("copy", "lists no such file")])
+def test_texts_that_the_earlier_run_did_not_write_are_not_carried_over(world, write, name, said):
+    night = opened(world, SECOND_DATE)
+    folder = night.previous.knowledge_folder("user")
+    rows = read_parquet(folder / "00000.parquet")
+    changed = pa.array(["I wrote this.", *rows["text"].to_pylist()[1:]])
+    write_parquet(rows.set_column(rows.schema.get_field_index("text"), rows.schema.field("text"), changed),
+                  folder / f"{name}.parquet")  # fmt: skip
+    with pytest.raises(WorkspaceError, match=rf"knowledge/user/{name}\.parquet .*{said}"):
+        write(night)
 
 
 def test_a_disk_that_is_full_of_what_is_carried_over_ends_the_night_at_the_next_shard(world, monkeypatch):
