@@ -159,7 +159,8 @@ class RunFolder:
         for path in parquet_files(self.knowledge_folder(side)):
             if path not in checksums:
                 raise WorkspaceError(
-                    f"{path} is there, but {self.root / 'shards' / side} lists no such file. Move it away."
+                    f"{path} is there, but {self.root / 'shards' / side} lists no such file. Restore that folder from "
+                    "a copy, or move the file away: its texts are then written again."
                 )
             self._require_sha256(path, checksums[path])
 
