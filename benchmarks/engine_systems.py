@@ -122,7 +122,7 @@ class Engines:
     def step_cost(self, batch: int, pool: Pool | None) -> StepCost:
         """What a step costs up to a batch size, and a draft from the pool; measured once."""
         if batch not in self._step_costs:
-            sizes = [batch, *(size for size in STEP_BATCHES if size < batch)]
+            sizes = [*(size for size in STEP_BATCHES if size < batch), batch]
             self._step_costs[batch] = measure_step_cost(self.of_batch(batch), pool, WITH_POOL, sizes)
         return self._step_costs[batch]
 

@@ -3,8 +3,8 @@
 Steps are real ones (draft, forward, verify, commit) of texts that say nothing. Every second token of their drafts is
 accepted, whatever the model says: an accepted node costs more than a rejected one, since on a CPU only of what follows
 accepted ones logits are computed. Trees that were mostly rejected would make large ones seem cheap. Drafting is timed
-apart, and so is what a longer context adds to a step. No further batch size begins after MAX_SECONDS; each takes two
-rounds at least, however long they are.
+apart, and so is what a longer context adds to a step. Small batches come first: they are cheap, and each shard ends with
+them. After MAX_SECONDS none but the largest begins; each takes two rounds at least, however long they are.
 
 The same model on the same machine is measured once in a while, so that the budget that is chosen by it is the same the
 next time, and so are relaxed texts. With another pool only drafting is timed again. What else the machine does must not
@@ -43,8 +43,8 @@ NEW_TOKENS = 256  # then a text starts again; drafts deeper than what is left of
 MIN_ROUNDS, MAX_ROUNDS = 2, 15  # each two steps of every size, of which the second is timed
 MAX_SLOWDOWN = 6  # a size is left out if its step takes so many plain ones: no draft of it would be worth that
 MIN_SIZES = 4  # of trees that are timed in any case
-MAX_SECONDS = 10.0  # after which no further batch size begins
-WARM_UP_ROUNDS = {"cpu": 1, "cuda": 2}  # before them; on CUDA a step's first run compiles and its second is captured
+MAX_SECONDS = 10.0  # after which none but the largest batch size begins
+WARM_UP_ROUNDS = {"cpu": 0, "cuda": 1}  # before them; on CUDA a step's first run compiles and its second is captured
 SECONDS = 1.25  # for one batch size, after which no further round begins
 MAX_TRIES = 3  # a step is timed again this often where a text's end cut its draft
 NUM_DRAFTS = 48  # sequences of a step whose drafting is timed
@@ -65,8 +65,8 @@ def measure_step_cost(
     Parameters
     ----------
     pool, sources : what drafting is timed with.
-    batch_sizes : where the KV cache holds fewer sequences, steps of as many as it holds are timed instead. The first
-        one is timed in any case, the others while there is time.
+    batch_sizes : ascending; where the KV cache holds fewer sequences, steps of as many as it holds are timed instead.
+        The largest one is timed in any case, the others while there is time.
     known_steps : the cost of these steps, of which drafting alone is timed again.
 
     Raises RunFailed: the engine cannot write the texts whose steps are timed.
@@ -80,8 +80,8 @@ def measure_step_cost(
     points: dict[tuple[int, int], StepPoint] = {}
     began_s = time.perf_counter()
     for max_sequences in batch_sizes:
-        if points and time.perf_counter() - began_s > MAX_SECONDS:
-            break
+        if max_sequences < batch_sizes[-1] and time.perf_counter() - began_s > MAX_SECONDS:
+            continue
         batch_size, seconds = _time_steps(engine, max_sequences, context_s, draft_context_s)
         for num_drafted, duration in seconds.items():
             num_tokens = batch_size + num_drafted
@@ -231,7 +231,10 @@ class _TimedSteps(Drafter):
             pass
 
     def take_rounds(self) -> None:
-        """Time every size in each round, in another order, behind a step of the same size."""
+        """Time every size in each round, behind a step of the same size; after the first round in another order.
+
+        The first round ends at a size whose steps are too slow to be worth any draft: it and larger ones are left out.
+        """
         rng, began_s = np.random.default_rng(SEED), 0.0
         self.start()
         for number in range(-WARM_UP_ROUNDS["cuda" if self._engine.device.type == "cuda" else "cpu"], MAX_ROUNDS):
@@ -239,25 +242,21 @@ class _TimedSteps(Drafter):
                 began_s = time.perf_counter()
             if number >= MIN_ROUNDS and time.perf_counter() - began_s > SECONDS:
                 return
-            if number == -1:  # the last one: on CUDA steps of every size have been compiled and captured
-                self._leave_out_slow()
-                continue
-            sizes = list(self.seconds)
-            for drafts in (sizes[place] for place in rng.permutation(len(sizes))):
+            sizes = sorted(self.seconds, key=lambda drafts: drafts.num_tokens(self.batch_size))
+            for drafts in [sizes[place] for place in rng.permutation(len(sizes))] if number > 0 else sizes:
                 seconds = self._timed(drafts)
                 if number >= 0 and seconds is not None:
                     self.seconds[drafts].append(seconds)
+                if number == 0 and self._is_too_slow(drafts):
+                    for larger in [other for other in sizes if other.size >= drafts.size]:
+                        del self.seconds[larger]
+                    break
 
-    def _leave_out_slow(self) -> None:
-        """Take a step of every size, up to one whose steps are too slow to be worth any draft."""
-        plain_s = self._timed(_ROUND[0])
-        for drafts in sorted(self.seconds, key=lambda drafts: drafts.num_tokens(self.batch_size)):
-            steps = (self.take(drafts) for _ in range(2))  # the first one after another size may take longer
-            is_slow = all(s is not None and plain_s is not None and s > MAX_SLOWDOWN * plain_s for s in steps)
-            if is_slow and drafts.size > SIZE_KNOTS[MIN_SIZES - 1]:
-                for larger in [other for other in self.seconds if other.size >= drafts.size]:
-                    del self.seconds[larger]
-                return
+    def _is_too_slow(self, drafts: _Drafts) -> bool:
+        """Whether a size took too long in the first round; never one of the smallest, which are timed in any case."""
+        plain_s, seconds = self.seconds[_ROUND[0]], self.seconds[drafts]
+        is_slow = bool(plain_s and seconds) and seconds[0] > MAX_SLOWDOWN * plain_s[0]
+        return is_slow and drafts.size > SIZE_KNOTS[MIN_SIZES - 1]
 
     def _timed(self, drafts: _Drafts) -> float | None:
         """Seconds of the second of two steps; None where texts' ends cut them."""

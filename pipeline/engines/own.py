@@ -151,7 +151,7 @@ class OwnEngine(TextEngine):
 
     def measured_step_cost(self, save: bool = True) -> StepCost:
         decoding, cache = self._decoding, self._cost_cache
-        sizes = [decoding.batch_size, *(size for size in SMALL_BATCHES if size < decoding.batch_size)]
+        sizes = [*(size for size in SMALL_BATCHES if size < decoding.batch_size), decoding.batch_size]
         known_steps = cache.known_steps()
         step_cost = measure_step_cost(self.engine, self._largest_pool, decoding.text_sources, sizes, known_steps)
         return cache.write(step_cost) if save else step_cost

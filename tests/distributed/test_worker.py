@@ -193,4 +193,4 @@ def test_a_step_cost_is_measured_for_the_nights_batch_and_kept_by_one_worker(tmp
     assert worker.engine.cached_step_cost() is None
     assert worker.engine.measured_step_cost() == worker.engine.cached_step_cost()
     sizes = [arguments[-2:] for arguments in calls]
-    assert sizes == [([spec.decoding.batch_size, 1], None)] * 2, "the full batch comes first"
+    assert sizes == [([1, spec.decoding.batch_size], None)] * 2, "the full batch comes last"
