@@ -3,8 +3,8 @@
 Steps are real ones (draft, forward, verify, commit) of texts that say nothing. Every second token of their drafts is
 accepted, whatever the model says: an accepted node costs more than a rejected one, since on a CPU only of what follows
 accepted ones logits are computed. Trees that were mostly rejected would make large ones seem cheap. Drafting is timed
-apart, and so is what a longer context adds to a step. Small batches come first: they are cheap, and each shard ends with
-them. After MAX_SECONDS none but the largest begins; each takes two rounds at least, however long they are.
+apart, and so is what a longer context adds to a step. Small batches come first: they are cheap, and each shard ends
+with them. After MAX_SECONDS none but the largest begins; each takes two rounds at least, however long they are.
 
 The same model on the same machine is measured once in a while, so that the budget that is chosen by it is the same the
 next time, and so are relaxed texts. With another pool only drafting is timed again. What else the machine does must not
