@@ -55,7 +55,7 @@ def import_(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is there.")] = False,
     as_json: bool = JSON,
 ) -> None:
-    """Make tables from any Parquet or CSV files, or queries to DuckDB or SQLite, by a column mapping, and check them.
+    """Make tables from any Parquet or CSV files, or by queries to a database, by a column mapping, and check them.
 
     A TSV has no quoted fields unless the mapping sets `csv: {quote: '"'}` for it; quoted fields over several lines
     are counted and shown, and files that are left out are named. OUT appears whole or not at all. --overwrite replaces
