@@ -1,16 +1,16 @@
-"""Which engine fits a model and a machine: laserbatch's own or vLLM (`decoding.engine`).
+"""Choice of the engine for a model and a machine: laserbatch's own or vLLM (`decoding.engine`).
 
-A decision by figures alone, which `laserbatch doctor` and the refusal of a model that is too large share. This file
-knows no configuration, loads no engine and changes nothing: the user sets `decoding.engine`.
+The choice depends on figures alone. `laserbatch doctor` and the error for a model that is too large both use it. This
+module knows no configuration, loads no engine and changes nothing: the user sets `decoding.engine`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-MAX_OWN_PARAMETERS = 15e9  # of a model on one GPU; models that are called 14 B have up to 14.8 billion
-MIN_GPU_BATCH = 64  # on an H200 a step of 8 B parameters takes 5.2 ms for one text, 7.1 for 64 and 13.5 for 256
-MAX_WEIGHTS_SHARE = 0.85  # of a GPU's memory; the KV cache and activations need the rest
+MAX_OWN_PARAMETERS = 15e9  # parameters of a model on one GPU; models called 14 B have up to 14.8 billion
+MIN_GPU_BATCH = 64  # on an H200, a step of an 8 B model takes 5.2 ms for one text, 7.1 for 64 and 13.5 for 256
+MAX_WEIGHTS_SHARE = 0.85  # share of a GPU's memory for weights; the KV cache and activations need the rest
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ def choose_engine(
 
     Parameters
     ----------
-    weights_bytes : size of the weights in the type that they are computed in.
-    quantization : the method by which the weights are stored in fewer bits, as `quantization_of` names it.
-    num_gpus : of the machine; 0: texts are written on its CPU.
+    weights_bytes : size of the weights in memory, in the dtype of the computation.
+    quantization : quantisation method of the stored weights, as `quantization_of` names it; None: not quantised.
+    num_gpus : number of GPUs of the machine; 0: texts are written on its CPU.
     device_bytes : total memory of one GPU.
     """
     if not num_gpus:
@@ -62,7 +62,7 @@ def choose_engine(
 
 
 def small_batch(batch_size: int) -> str | None:
-    """What is lost by a batch that is small for a GPU; None: nothing much."""
+    """A sentence on the throughput lost with a batch that is too small for a GPU; None if it is large enough."""
     if batch_size >= MIN_GPU_BATCH:
         return None
     return (
@@ -72,7 +72,7 @@ def small_batch(batch_size: int) -> str | None:
 
 
 def num_gpus_for(num_bytes: int, device_bytes: int) -> int:
-    """GPUs that so many bytes of weights have to be split over: a power of two, since heads are split evenly."""
+    """The number of GPUs that hold `num_bytes` of weights: a power of two, since heads are split evenly."""
     size = 1
     while num_bytes > size * MAX_WEIGHTS_SHARE * device_bytes:
         size *= 2
@@ -80,7 +80,7 @@ def num_gpus_for(num_bytes: int, device_bytes: int) -> int:
 
 
 def vllm_advice(tensor_parallel_size: int = 1, own_options: Sequence[str] = ()) -> str:
-    """What to set to write texts with vLLM."""
+    """A phrase with the options to set, and those to remove, to write texts with vLLM."""
     advice = "set decoding.engine: vllm"
     if tensor_parallel_size > 1:
         advice += f" with decoding.vllm: {{tensor_parallel_size: {tensor_parallel_size}}}"

@@ -1,16 +1,16 @@
 """Every error of the pipeline that a user can fix, in one place.
 
-LaserbatchError      of the pools (`PoolError`) and of CTR training (`CtrError`) too
+LaserbatchError      also the base of `PoolError` (pools) and `CtrError` (CTR training)
 +-- TableError       an input table is missing, malformed or inconsistent
-+-- ConfigError      a setting, template or date that is not one
-+-- ModelError       a model that cannot be loaded or packed
-+-- WorkspaceError   a workspace of another version, damaged, or not one
-|   +-- WorkspaceBusy  another process holds its lock
-+-- RowError         one row that cannot be done; the row goes to quarantine and the run goes on
-+-- RunFailed        most of a night's first texts cannot be kept, or their cost would pass its limit
-    +-- RunHeld      the night is done, and a gate keeps it from being published
++-- ConfigError      a setting, template or date is not valid
++-- ModelError       a model cannot be loaded, or its attention cannot be packed
++-- WorkspaceError   a folder is no workspace, or the workspace is damaged or of another version
+|   +-- WorkspaceBusy  another process holds the workspace's lock
++-- RowError         one row cannot be processed; the row goes to quarantine and the run continues
++-- RunFailed        a run cannot continue, such as when most of a night's first texts fail or it reaches its cost limit
+    +-- RunHeld      the night is complete, but a gate keeps it from being published
     +-- EndpointGone the server that writes the texts does not answer
-    +-- ClusterFailed  Ray does not start, has no room for workers, or loses their processes again and again
+    +-- ClusterFailed  Ray does not start, has no room for workers, or keeps losing their processes
 """
 
 from pydantic import ValidationError
@@ -19,9 +19,9 @@ from laserbatch.retrieval_pools.errors import LaserbatchError
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what another library says, without its full stop, or its type; for a message of ours.
+    """The first line of another library's error, without its full stop, for our messages; its type if it is empty.
 
-    The first line of pydantic's error only counts what is wrong, so its first message takes that place.
+    The first line of a pydantic error only counts the faults, so the message of the first fault is used instead.
     """
     if isinstance(error, ValidationError):
         return error.errors(include_input=False)[0]["msg"].removeprefix("Value error, ")[:200].removesuffix(".")
@@ -33,7 +33,7 @@ class TableError(LaserbatchError):
 
 
 class ConfigError(LaserbatchError):
-    """A setting, a template or a date is not what it should be."""
+    """A setting, a template or a date is not valid."""
 
 
 class ModelError(LaserbatchError):
@@ -41,7 +41,7 @@ class ModelError(LaserbatchError):
 
 
 class WorkspaceError(LaserbatchError):
-    """A workspace is of another version, damaged, or not a workspace."""
+    """A folder is no workspace, or the workspace is damaged or of another version."""
 
 
 class WorkspaceBusy(WorkspaceError):
@@ -49,7 +49,7 @@ class WorkspaceBusy(WorkspaceError):
 
 
 class RowError(LaserbatchError):
-    """One row cannot be done; the reason begins with a stable word: "too-long", "unparsable", "undecodable"."""
+    """One row cannot be processed; the reason begins with a fixed word, such as "too-long", "loops" or "unparsable"."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -57,16 +57,16 @@ class RowError(LaserbatchError):
 
 
 class RunFailed(LaserbatchError):
-    """Most of a night's first texts cannot be kept, or their cost would pass its limit; the others are not written."""
+    """A run cannot continue: most of a night's first texts fail, the cost limit is reached, or the like."""
 
 
 class RunHeld(RunFailed):
-    """A night is done, but a gate keeps it from being published."""
+    """A night is complete, but a gate keeps it from being published."""
 
 
 class ClusterFailed(RunFailed):
-    """Ray does not start, has no room for workers, or loses processes again and again; the same command goes on."""
+    """Ray does not start, has no room for workers, or keeps losing processes; the same command resumes the run."""
 
 
 class EndpointGone(RunFailed):
-    """The server that writes a night's texts does not answer; the same command goes on when it does."""
+    """The server that writes a night's texts does not answer; once it does, the same command resumes the run."""

@@ -1,14 +1,14 @@
-"""Which GPUs torch can use here; it takes seconds to load, and is not where there is no driver of any."""
+"""The GPUs that torch can use. torch takes seconds to import, so it is not imported where there is no GPU driver."""
 
 import re
 import subprocess
 from pathlib import Path
 
-GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA's, that of Windows' Linux, AMD's
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA, Linux on Windows (WSL), AMD
 
 
 def num_gpus() -> int:
-    """GPUs that torch can use here."""
+    """The number of GPUs that torch can use on this machine."""
     if not any(Path(driver).exists() for driver in GPU_DRIVERS):
         return 0
     import torch
@@ -17,10 +17,10 @@ def num_gpus() -> int:
 
 
 def try_gpu(number: int) -> tuple[str, int, int]:
-    """Compute a sum on a GPU; its name, free and total bytes. Raises RuntimeError, torch's own: it cannot be used."""
+    """Compute a sum on a GPU and return its name, free and total bytes. Raises torch's RuntimeError if that fails."""
     import torch
 
-    torch.ones(1, device=f"cuda:{number}").add(1).tolist()  # no kernel for this GPU, exclusive mode, a fault: raises
+    torch.ones(1, device=f"cuda:{number}").add(1).tolist()  # raises without a kernel for this GPU, or in exclusive mode
     return torch.cuda.get_device_name(number), *torch.cuda.mem_get_info(number)
 
 
@@ -46,7 +46,7 @@ def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | No
 
 
 def gpu_name() -> str | None:
-    """What torch calls the first GPU; None where there is none."""
+    """The first GPU's name in torch; None if there is no GPU."""
     if not num_gpus():
         return None
     import torch

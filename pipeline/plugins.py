@@ -1,7 +1,7 @@
-"""What other packages add: found by the entry points that they declare, loaded when a configuration names them.
+"""Plug-ins of other packages: found by their entry points, loaded when a configuration names them.
 
-Groups: `laserbatch.drafters` and `laserbatch.verifiers` (`decoding/plugins.py`), `laserbatch.extensions` (work beside
-the night, with runs of its own: `jobs/extensions.py`), `laserbatch.commands` (`jobs/cli.py`).
+Groups: `laserbatch.drafters` and `laserbatch.verifiers` (`decoding/plugins.py`), `laserbatch.extensions` (work outside
+the night, with its own runs: `jobs/extensions.py`), `laserbatch.commands` (`jobs/cli.py`).
 """
 
 import difflib
@@ -18,12 +18,12 @@ from laserbatch.pipeline.validation import explain
 
 
 class UnknownPlugin(ConfigError, ValueError):
-    """No installed package brings what a configuration names, or it cannot be imported."""
+    """The plug-in that a configuration names is not installed, cannot be imported, or comes from two packages."""
 
 
 @cache
 def installed(group: str) -> Mapping[str, EntryPoint]:
-    """The entry points of a group, such as "drafters", by name. Raises UnknownPlugin: two packages bring one name."""
+    """The entry points of a group, such as "drafters", by name. Raises UnknownPlugin if two packages use one name."""
     by_name: dict[str, EntryPoint] = {}
     for entry in sorted(entry_points(group=f"laserbatch.{group}"), key=lambda entry: entry.name):
         first = by_name.setdefault(entry.name, entry)
@@ -35,10 +35,7 @@ def installed(group: str) -> Mapping[str, EntryPoint]:
 
 
 def load_plugin(group: str, name: str, built_in: tuple[str, ...] = ()) -> Any:
-    """The object of an entry point. `built_in` names need no package; they are listed where the name is unknown.
-
-    Raises UnknownPlugin.
-    """
+    """Load the object of an entry point. Raises UnknownPlugin, which lists all plug-ins and the `built_in` names."""
     plugins = installed(group)
     if name not in plugins:
         origins = {plugin: "built in" for plugin in built_in} | {
@@ -58,7 +55,7 @@ def load_plugin(group: str, name: str, built_in: tuple[str, ...] = ()) -> Any:
 
 
 def validated_options(kind: type[BaseModel], raw: Any, place: str) -> BaseModel:
-    """The section of a plug-in. Raises ValueError: the key below `place`, the value and what was expected."""
+    """The options of a plug-in. Raises ValueError with the key (below `place`), its value and what was expected."""
     try:
         return raw if isinstance(raw, kind) else kind.model_validate({} if raw is None else raw)
     except ValidationError as error:

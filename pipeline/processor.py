@@ -1,4 +1,4 @@
-"""What this machine's processor computes by itself. Nothing is measured: tomorrow's answer must be today's."""
+"""Instruction sets of this machine's processor. Nothing is measured, so that the answer is the same every day."""
 
 from functools import cache
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 
 @cache
 def processor_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Names of the processor's extensions, as Linux has them; none where it does not say them."""
+    """All words of Linux's description of the processor, among them its instruction sets; empty without that file."""
     return frozenset(cpuinfo.read_text(encoding="utf-8").split() if cpuinfo.exists() else ())
 
 

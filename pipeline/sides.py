@@ -1,4 +1,4 @@
-"""What knowledge is written about."""
+"""The two sides, user and item, that knowledge texts are written about."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""YAML files that people write: read, and what pydantic finds wrong with them said in one line."""
+"""Reading of YAML files that people write, and one-line messages for the faults that pydantic finds in them."""
 
 import difflib
 import re
@@ -13,18 +13,18 @@ from pydantic_core import ErrorDetails
 from laserbatch.pipeline.errors import ConfigError
 
 MAX_FOUND_CHARACTERS = 60
-MAX_NUMBER = 10**12  # of an option: a larger one is a slip, and overflows where it is used
+MAX_NUMBER = 10**12  # largest value of an option; a larger one is a slip, and overflows where it is used
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 class Strict(BaseModel):
-    """A model that cannot be changed, and whose unknown keys are refused."""
+    """An immutable model that refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class _KeyTwice(yaml.YAMLError):
-    """A key stands twice in one mapping: which, and in what lines."""
+    """A mapping has a key twice; the message names the key and both lines."""
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -47,9 +47,9 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def read_yaml(path: Path, what: str, advice: str) -> Any:
-    """What a YAML file holds; `what` it is and `advice` where it is not there are for the message.
+    """The content of a YAML file; in messages, `what` names the file, and `advice` says what to do if it is missing.
 
-    Raises ConfigError where it cannot be read, is not YAML, or has a key twice, of which YAML would keep the last.
+    Raises ConfigError if it cannot be read, is not YAML, or has a key twice (YAML would keep the last one).
     """
     try:
         return yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
@@ -65,7 +65,7 @@ def read_yaml(path: Path, what: str, advice: str) -> Any:
 
 
 def line_of(path: Path, location: Iterable[str | int]) -> int:
-    """The line, from 1, where a key of a YAML file stands; of one that is not there, where what should hold it does."""
+    """The line, from 1, of a key in a YAML file; for a missing key, the line of the innermost parent that is there."""
     node, line = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader), 1
     for part in location:
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
@@ -77,14 +77,14 @@ def line_of(path: Path, location: Iterable[str | int]) -> int:
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """What is wrong, each with its key, what was found and what was expected; of unknown keys the nearest valid one."""
+    """The faults in one line, each with key, found value and expectation; for an unknown key, the nearest valid key."""
     faults = error.errors(include_url=False)
     unknown = [fault for fault in faults if fault["type"] == "extra_forbidden"]
     return "; ".join(_sentence(fault, model) for fault in unknown or faults)  # a misspelled key is also a missing one
 
 
 def validated(model: type[ModelT], data: Any, place: object, advice: str = "") -> ModelT:
-    """Data as a model. Raises ConfigError, which says where they are, what is wrong with them, and what to do."""
+    """`data` validated as a model. Raises ConfigError with `place`, the faults and `advice`."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -92,8 +92,7 @@ def validated(model: type[ModelT], data: Any, place: object, advice: str = "") -
 
 
 def slips(data: Mapping[Any, Any], checked: BaseModel, place: str = "") -> Iterator[str]:
-    """Values that pydantic takes and nobody means: `true` or `no` for a number, numbers beyond `MAX_NUMBER`, and names
-    that stand twice in a list."""
+    """Messages on values that pydantic accepts and nobody means: `true` for a number, huge numbers, repeated names."""
     for key, value in data.items():
         read = getattr(checked, str(key), None)
         if isinstance(read, BaseModel) and isinstance(value, dict):
@@ -111,7 +110,7 @@ def slips(data: Mapping[Any, Any], checked: BaseModel, place: str = "") -> Itera
 
 
 def matching(pattern: str, expected: str) -> AfterValidator:
-    """A validator of texts in which a pattern is found; an error says what is expected."""
+    """A validator that requires a text to contain a pattern; its error names what is `expected`."""
 
     def require(text: str) -> str:
         if not re.search(pattern, text):
@@ -122,7 +121,7 @@ def matching(pattern: str, expected: str) -> AfterValidator:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """`did you mean 'x'?`, or all that are known."""
+    """`did you mean 'x'?` if a known name is similar, otherwise a list of all known names."""
     names = sorted(names)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names) or 'none'}"
@@ -130,7 +129,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 def _sentence(fault: ErrorDetails, model: type[BaseModel]) -> str:
     *parents, key = fault["loc"] or ("",)
-    place = ".".join(part for part in map(str, fault["loc"]) if "[" not in part[1:])  # tuple[str, ...] is no key
+    place = ".".join(part for part in map(str, fault["loc"]) if "[" not in part[1:])  # tuple[str, ...] is not a key
     if fault["type"] == "extra_forbidden":
         return f"{place}: no such key; {nearest(str(key), _model_at(model, parents).model_fields)}"
     if fault["type"] == "missing":
@@ -151,7 +150,7 @@ def _sentence(fault: ErrorDetails, model: type[BaseModel]) -> str:
 
 
 def _model_at(model: type[BaseModel], location: Iterable[str | int]) -> type[BaseModel]:
-    """The innermost model on the way to a place, below optional and named ones."""
+    """The innermost model at a location, also below optional types and mappings."""
     for part in location:
         if part in model.model_fields:
             model = _first_model(model.model_fields[str(part)].annotation) or model
