@@ -1,1 +1,1 @@
-"""The input schema: users, items, interactions; reading, checking, importing, and the sample world."""
+"""The input tables users, items and interactions: their schema, reading, checking, importing and sampling."""

@@ -1,7 +1,7 @@
-"""What each column of the input tables may hold, in one place: its types, what it is read as, the rules of its values.
+"""The columns of the input tables: the types each may have, the type it is read as, and the rules for its values.
 
-A column's role decides all three. An entity table's column without a role of its own is an attribute. Rules between
-rows, files and tables are in `check.py`.
+A column's role decides all three. Every other column of an entity table is an attribute. Rules between rows, files and
+tables are in `check.py`.
 """
 
 import datetime
@@ -19,24 +19,24 @@ import pyarrow.types as pt
 from laserbatch.pipeline.tables import schema as sc
 from laserbatch.pipeline.tables.findings import Finding, Findings
 
-# Seconds that are read as milliseconds are in January 1970, and so is an unknown time that is 0.
+# Seconds read as milliseconds lie in January 1970, and so does a 0 that means an unknown time.
 YEAR_S = 365 * 86_400
 MAX_ID = pa.scalar(2**63 - 1, pa.uint64())
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What each value of a column of an accepted type must obey."""
+    """A rule for the values of a column that has an accepted type."""
 
-    kind: str  # this and what follows as in `Finding`; `{column}` in the advice is the column's name
+    kind: str  # this and the next three as in `Finding`; `{column}` in the advice is the column's name
     found: str
     expected: str
     advice: str
-    broken: Callable[[pa.Array], pa.Array]  # from values, dictionaries decoded, to bool[n]; null counts as obeyed
+    broken: Callable[[pa.Array], pa.Array]  # values (dictionaries decoded) -> bool[n]; null: not broken
     is_warning: bool = False
 
     def check(self, table: str, column: str, file: str, first_row: int, values: pa.Array, findings: Findings) -> None:
-        """Add the rows that break it, of values that begin at a row of a file."""
+        """Add a finding for the values that break the rule; they begin at row `first_row` of the file."""
         rows = np.flatnonzero(pc.fill_null(self.broken(values), False).to_numpy(zero_copy_only=False))
         advice = self.advice.format(column=column)
         finding = Finding(self.kind, table, self.found, self.expected, advice, column, file, is_warning=self.is_warning)
@@ -44,12 +44,12 @@ class Rule:
 
 
 def is_unnamed(column: str) -> bool:
-    """Whether a column has no name of its own: pandas' row numbers, or what a delimiter at the end of lines makes."""
+    """Whether a column has no real name: pandas' row numbers, or the column made by a delimiter at line ends."""
     return re.fullmatch(r"\s*|Unnamed: \d+|__index_level_\d+__", column) is not None
 
 
 def blank(values: pa.Array) -> pa.Array:
-    """Whether each value is null, or text of nothing but spaces."""
+    """Whether each value is null or blank text."""
     if not sc.is_text(values.type):
         return pc.is_null(values)
     return pc.fill_null(pc.equal(pc.utf8_trim_whitespace(values), ""), True)
@@ -78,11 +78,11 @@ def _infinite(values: pa.Array) -> pa.Array:
 
 
 def _seconds(values: pa.Array) -> pa.Array:
-    """Seconds since 1970; null of a column of nulls alone, which is read as text."""
+    """Seconds since 1970; nulls for a column of nulls only, which is read as text."""
     if sc.is_text(values.type):
         return pa.nulls(len(values), pa.float64())
     if pt.is_integer(values.type):
-        return values.cast(pa.float64(), safe=False)  # uint64 too; which second it is plays no role here
+        return values.cast(pa.float64(), safe=False)  # uint64 too; the precision lost plays no role here
     if pt.is_date(values.type):
         return values.cast(pa.timestamp("s")).cast(pa.int64())
     return pc.divide(values.cast(pa.int64()), sc.UNITS_PER_SECOND[values.type.unit])
@@ -124,11 +124,11 @@ _TIME_RULES = (
 
 @dataclass(frozen=True)
 class Role:
-    expected: str  # the types that it may have, in words
+    expected: str  # the accepted types, in words
     accepts: Callable[[pa.DataType], bool]
-    plain: Callable[[pa.ChunkedArray], pa.ChunkedArray]  # its values in the type that they are read as
+    plain: Callable[[pa.ChunkedArray], pa.ChunkedArray]  # converts values to the type that they are read as
     rules: tuple[Rule, ...]
-    advice: str  # about another type; `{column}` is its name, `{id_type}` what an id of that type becomes
+    advice: str  # for a wrong type; `{column}` is the column's name, `{id_type}` the type to convert an id to
 
 
 ID = Role(
@@ -176,7 +176,7 @@ RATING = Role(
     ),
     advice="`laserbatch data import` converts it",
 )  # fmt: skip
-RATING_OF_EVENT = replace(RATING, rules=RATING.rules[:1])  # a view has none
+RATING_OF_EVENT = replace(RATING, rules=RATING.rules[:1])  # an event such as a view has no rating
 EVENT = Role(
     expected="a string",
     accepts=lambda kind: pt.is_null(kind) or sc.plain_type(kind) == pa.string(),
@@ -205,12 +205,12 @@ _ROLES = {
 
 
 def role_of(table: str, column: str) -> Role | None:
-    """The role of a column; None for one of interactions that nobody reads."""
+    """The role of a column; None for a column of interactions that is not read."""
     return _ROLES[table].get(column, None if table == "interactions" else ATTRIBUTE)
 
 
 def schema_findings(table: str, file: str, schema: pa.Schema) -> list[Finding]:
-    """What is wrong with the columns of one file: which are missing, of a wrong type, or there twice."""
+    """Findings about the columns of one file that are missing, of a wrong type, or duplicate."""
     findings = []
     for column in sc.REQUIRED_COLUMNS[table]:
         if column not in schema.names:

@@ -1,7 +1,6 @@
-"""The input tables as they were known at the end of a day, in plain types.
+"""Reading of the input tables as they were known at the end of a day, in plain types.
 
-Only the columns and rows that are kept are read: the cut by date is applied while scanning. Faults of rows are
-`check.py`'s.
+Only the columns and rows that are kept are read: the cut by date is applied while scanning. `check.py` checks rows.
 """
 
 import datetime
@@ -66,22 +65,23 @@ logger = logging.getLogger(__name__)
 class Tables:
     """The three input tables in plain types: ids are string or int64, times timestamp[us, UTC]."""
 
-    users: pa.Table  # in file order; items too
+    users: pa.Table  # in file order, like items
     items: pa.Table
-    interactions: pa.Table  # sorted by time, user, item; ids are dictionaries, whose values ascend; a chunk a column
-    scratch: MappedFiles = field(default_factory=lambda: MappedFiles(None))  # what they lie in
-    logged_ids: dict[str, pa.ChunkedArray] = field(default_factory=dict)  # by column, of all rows of the log; null last
-    num_copies: int = 0  # interactions that were left out as exact copies of another one
-    personal: Mapping[Side, Mapping[str, str]] = field(default_factory=dict)  # as `personal_data` of whole tables
+    interactions: pa.Table  # sorted by time, user, item; ids dictionary-encoded, values ascending; one chunk per column
+    scratch: MappedFiles = field(default_factory=lambda: MappedFiles(None))  # the files that hold the columns
+    logged_ids: dict[str, pa.ChunkedArray] = field(default_factory=dict)  # by column, all ids of the log; null last
+    num_copies: int = 0  # interactions left out as exact copies of another one
+    personal: Mapping[Side, Mapping[str, str]] = field(default_factory=dict)  # result of `personal_data`
     _coded: dict[Side, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, init=False, repr=False)
 
     def entities(self, side: Side) -> pa.Table:
         return self.users if side == "user" else self.items
 
     def coded(self, side: Side) -> tuple[np.ndarray, np.ndarray]:
-        """Of each interaction the code of its user or item, int32[n]; and of each code the row of its entity, int32.
+        """The code of each interaction's user or item, int32[n], and the row of each code's entity, int32.
 
-        The last code is that of no id; -1 is the row of who is not there. Raises TableError where ids differ in type.
+        The last code means no id; row -1 means that the entity is not in its table. Raises TableError if id types
+        differ.
         """
         if side not in self._coded:
             ids = self.interactions[f"{side}_id"]
@@ -100,22 +100,22 @@ def read_tables(
     scratch: Path | None = None,
     keep_duplicates: bool = False,
 ) -> Tables:
-    """Read the tables of a folder, as known at the end of a day (UTC).
+    """Read the tables of a folder as known at the end of the day `as_of` (UTC); None: all rows.
 
-    Kept are entities created before its end or with no `created_at`, and interactions before it between such; without a
-    day all. Of interactions that are equal in all read columns the first is kept, unless `keep_duplicates`; the
-    number of the others is logged as a warning. The tables lie in files without a name in the folder `scratch`,
-    mapped; None: in memory.
-    Raises TableError where a table or column is missing, has a wrong type, or its file cannot be read.
+    Entities are kept if they were created before the end of the day or have no `created_at`, interactions if they were
+    before it and between kept entities. Of interactions that are equal in all columns read, only the first is kept
+    unless `keep_duplicates`, and the number of copies is logged as a warning. The tables are memory-mapped from unnamed
+    files in the folder `scratch`; None: in memory. Raises TableError if a table or column is missing, has a wrong type,
+    or its file cannot be read.
     """
     path, cutoff = tables_folder(path), None if as_of is None else end_of_day(as_of)
     files = MappedFiles(scratch)
     users, items = (read_table(path, table, cutoff, files) for table in ("users", "items"))
     log, logged_ids = _read_log(path, cutoff, files)
-    # Who left the tables may stay in the log, and an interaction may precede its entity's own created_at.
+    # The log may have entities that left the tables, or interactions before their entity's own created_at.
     is_known = {}
     for name, entities in (("user_id", users), ("item_id", items)) if cutoff is not None else ():
-        if log.dictionary(name).type == entities[name].type:  # else they cannot be compared, as checks say
+        if log.dictionary(name).type == entities[name].type:  # otherwise not comparable, as checks report
             is_known[name] = np.append(rows_among(log.dictionary(name), entities[name]) >= 0, False)
     num_left = num_copies = 0
     rows = log.rows()
@@ -134,7 +134,7 @@ def read_tables(
 
 
 def end_of_day(date: datetime.date) -> pa.Scalar:
-    """The moment at which a day (UTC) is over."""
+    """The moment at which a day (UTC) ends."""
     midnight = datetime.datetime.combine(date, datetime.time(), datetime.UTC)
     return pa.scalar(midnight + datetime.timedelta(days=1), TIMESTAMP_TYPE)
 
@@ -148,13 +148,13 @@ def warn_of_copies(num_copies: int, num_rows: int) -> None:
 
 
 def find_exact_copies(path: Path | str, columns: Collection[str] = ()) -> np.ndarray:
-    """Which interactions of a folder are exact copies of an earlier one, bool[n], in the order of its files.
+    """Whether each interaction of a folder is an exact copy of an earlier one: bool[n], in file order.
 
-    Compared are the columns that `read_tables` reads, and `columns` of others.
+    Rows are compared in the columns that `read_tables` reads and in the other columns `columns`.
     """
     path, memory = tables_folder(path), MappedFiles(None)
     log, _ = _read_log(path, None, memory, is_numbered=True)
-    run_of, num_before = np.full(log.num_rows, -1), 0  # runs of rows of one moment, user and item
+    run_of, num_before = np.full(log.num_rows, -1), 0  # row -> run of rows with the same moment, user and item
     for block in in_order(log.rows(), memory):
         places, run_of_place = alike(block)
         run_of[block["row"][places]] = num_before + run_of_place
@@ -178,9 +178,9 @@ def find_exact_copies(path: Path | str, columns: Collection[str] = ()) -> np.nda
 def _read_log(
     path: Path, cutoff: pa.Scalar | None, files: MappedFiles, is_numbered: bool = False
 ) -> tuple[StoredLog, dict[str, pa.ChunkedArray]]:
-    """The interactions before a moment, in the order of files, their ids' codes sorted; and what `sort_ids` returns.
+    """The interactions before a moment, in file order and with sorted id codes, and the result of `sort_ids`.
 
-    Columns are those that have a role; if `is_numbered` the required ones, and `row`, a number from 0.
+    The columns are those with a role; if `is_numbered`, the required ones and `row`, the row number from 0.
     """
     parts = open_parts(path, "interactions")
     required = REQUIRED_COLUMNS["interactions"]
@@ -208,7 +208,7 @@ def _append(log: StoredLog, part: OpenPart, kinds: dict[str, pa.DataType], cutof
 
 
 def log_kinds(parts: Sequence[OpenPart], names: Collection[str]) -> dict[str, pa.DataType]:
-    """The plain types of columns of interactions, words as text; null where no file has a value."""
+    """The plain type of each column of interactions, text for words; null if no file has a value."""
     schemas = [
         pa.schema([(field.name, _plain_kind(field)) for field in part.schema if field.name in names]) for part in parts
     ]
@@ -222,12 +222,12 @@ def _plain_kind(field: pa.Field) -> pa.DataType:
         return field.type
     role = role_of("interactions", field.name)
     kind = id_type(field.type) if role is ID else TIMESTAMP_TYPE if role is TIME else plain_type(field.type)
-    assert kind is not None  # else the schema was refused
+    assert kind is not None  # otherwise the schema was refused
     return kind
 
 
 def in_log(columns: dict[str, pa.Array], name: str, kind: pa.DataType) -> pa.Array:
-    """A column of a batch in the type that the log has; null where the file has none."""
+    """A column of a batch in the log's type; nulls if the file does not have it."""
     if name not in columns:
         return pa.nulls(len(columns["timestamp"]), kind)
     role = role_of("interactions", name)
@@ -237,10 +237,10 @@ def in_log(columns: dict[str, pa.Array], name: str, kind: pa.DataType) -> pa.Arr
 
 
 def describe(path: Path | str) -> dict[str, dict]:
-    """What the tables are, for the manifest's `inputs`: by table `path` in the folder, `num_rows`, and `sha256`.
+    """The manifest's `inputs`: for each table its `path` in the folder, `num_rows` and `sha256`.
 
-    The hash is of the file's contents; of a folder, of the names of its files
-    and their digests. Of a table that an import has made from a query also `database` and `query_sha256`.
+    The hash of a file is that of its contents; the hash of a folder covers the names of its files and their hashes. A
+    table that an import made from a query also has `database` and `query_sha256`.
     """
     path, described = tables_folder(path), {}
     for name in TABLE_NAMES:

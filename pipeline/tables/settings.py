@@ -1,6 +1,6 @@
-"""Settings of the input tables: where they are, and the mapping by which foreign files become them.
+"""Settings of the input tables: their location, and the mapping that turns foreign files into them.
 
-The mapping is read from a YAML file; `configs/import_example.yaml` explains each key to its writer.
+The mapping is read from a YAML file; `configs/import_example.yaml` explains each key.
 """
 
 import codecs
@@ -53,11 +53,11 @@ class TablesSettings(Strict):
 
 class SourceColumn(Strict):
     column: str | None = None
-    flags: dict[str, str] = Field(default={})  # instead of `column`: columns of 0 and 1, and the words that make a list
-    type: Literal["string", "int64", "float64", "bool"] | None = None  # None keeps Parquet's type, and text in a CSV
-    separator: str | None = Field(default=None, min_length=1)  # of a text that is split into a list of strings
-    null_values: list[str] = Field(default=[])  # texts that mean that nothing is known
-    words: dict[str, str] = Field(default={})  # what codes stand for
+    flags: dict[str, str] = Field(default={})  # instead of `column`: columns of 0 and 1, each with its word in the list
+    type: Literal["string", "int64", "float64", "bool"] | None = None  # None: Parquet's type, or text for a CSV
+    separator: str | None = Field(default=None, min_length=1)  # splits a text into a list of strings
+    null_values: list[str] = Field(default=[])  # texts that mean null
+    words: dict[str, str] = Field(default={})  # code -> word that replaces it
 
     @model_validator(mode="after")
     def _is_of_one_kind(self) -> "SourceColumn":
@@ -68,7 +68,7 @@ class SourceColumn(Strict):
 
 class SourceTime(Strict):
     column: str
-    # s, ms, us or ns since 1970; iso; or a format like %d/%m/%Y. None: numbers, in the unit that their values leave
+    # s, ms, us or ns since 1970; iso; or a format like %d/%m/%Y. None: numbers, with a unit inferred from their values
     unit: str | None = None
 
     @field_validator("unit")
@@ -89,7 +89,7 @@ def _by_name(value: object) -> object:
     return {"column": value} if isinstance(value, str) else value
 
 
-# In YAML, a bare column name stands for a mapping with nothing else in it.
+# In YAML, a bare column name is short for a mapping with only this `column`.
 Column = Annotated[SourceColumn, BeforeValidator(_by_name)]
 Time = Annotated[SourceTime, BeforeValidator(_by_name)]
 
@@ -114,15 +114,15 @@ Character = Annotated[str | None, AfterValidator(_one_character)]
 
 
 class CsvFormat(Strict):
-    """How the CSV files of one table are written."""
+    """Format of the CSV files of one table."""
 
-    delimiter: str | None = Field(default=None, min_length=1)  # None: tab for .tsv, else comma
-    # Null or "": no field is quoted. Not set: none where the delimiter is a tab.
+    delimiter: str | None = Field(default=None, min_length=1)  # None: tab for .tsv, otherwise comma
+    # Null or "": no field is quoted. Not set: double quotes, or none if the delimiter is a tab or several characters.
     quote: Annotated[Character, BeforeValidator(lambda quote: quote or None)] = None
-    escape: Character = None  # stands before a character that is meant as it is
-    null_values: list[str] = Field(default=[])  # fields that mean that nothing is known, besides the empty one
+    escape: Character = None  # precedes a character that is taken literally
+    null_values: list[str] = Field(default=[])  # fields that mean null, besides the empty one
     encoding: Encoding | None = None  # None: utf-8
-    decimal: Literal[".", ","] = "."  # stands before the fraction of a number
+    decimal: Literal[".", ","] = "."  # decimal mark of numbers
 
     @model_validator(mode="after")
     def _can_be_read(self) -> "CsvFormat":
@@ -137,7 +137,7 @@ class CsvFormat(Strict):
 
 @dataclass(frozen=True)
 class FileFormat:
-    """How one CSV file is read: a `CsvFormat` with the defaults for the file's name filled in."""
+    """Format of one CSV file: a `CsvFormat` with the defaults for the file's name filled in."""
 
     delimiter: str
     quote: str | None
@@ -147,17 +147,17 @@ class FileFormat:
 
 
 class SourceFiles(Strict):
-    """The files of one table, Parquet by their suffix, others CSV; or a query to a database."""
+    """The files of one table, Parquet or CSV; or a query to a database."""
 
     files: str | None = None  # a file, a folder (with all of its sub-folders) or a pattern, inside the source folder
     query: str | None = Field(default=None, min_length=1)  # instead of `files`: SQL
-    # That `query` asks: a DuckDB or SQLite file, in the source folder or at an absolute path; or a PostgreSQL server.
+    # Target of `query`: a DuckDB or SQLite file (in the source folder or an absolute path), or a PostgreSQL server.
     database: str | None = None
     csv: CsvFormat = CsvFormat()
     delimiter: str | None = Field(default=None, min_length=1)  # short for `csv.delimiter`
     encoding: Encoding | None = None  # short for `csv.encoding`
-    column_names: list[str] | None = None  # of a CSV without a header line
-    # Rows in which one of these columns of the table is null or blank are left out.
+    column_names: list[str] | None = None  # columns of a CSV without a header line
+    # Rows with a null or blank value in one of these columns of the table are left out.
     drop_without: list[str] = Field(default=[])
 
     @field_validator("files")
@@ -181,7 +181,7 @@ class SourceFiles(Strict):
         return self
 
     def _require_readable_database(self) -> None:
-        """Raise ValueError, which does not show a URI: another server, a password in it, a file out of the source."""
+        """Raise ValueError, without the URI: another server, a password in it, or a file outside the source folder."""
         database = self.database or ""
         if is_server(database):
             if has_credentials(database):
@@ -230,21 +230,21 @@ class InteractionMapping(SourceFiles):
     rating: str | None = None
     event: str | None = None
     drop_unknown: bool = False  # whether rows of users or items that are in no table are left out
-    max_unknown_share: float = Field(default=0.5, ge=0, le=1)  # that `drop_unknown` may leave out for one column
+    max_unknown_share: float = Field(default=0.5, ge=0, le=1)  # largest share to leave out per column
 
 
 class IdTypes(Strict):
-    """What ids become; both tables that hold an id must agree on its type."""
+    """Target types of ids; both tables that hold an id must agree on its type."""
 
     user_id: IdType = "keep"
     item_id: IdType = "keep"
 
 
 class ImportMapping(Strict):
-    """A whole import. Without `users`, the users are those that interact, with no attributes."""
+    """The mapping of a whole import. Without `users`, the users are those of the interactions, without attributes."""
 
     ids: IdTypes = IdTypes()
-    database: str | None = None  # of each table that has a `query` and no `database` of its own
+    database: str | None = None  # default `database` of tables with a `query`
     users: EntityMapping | None = None
     items: ItemMapping
     interactions: InteractionMapping
@@ -264,6 +264,6 @@ class ImportMapping(Strict):
         return self
 
     def tables(self) -> dict[str, SourceFiles]:
-        """By table, the part of the mapping that says how it is made."""
+        """The part of the mapping for each mapped table."""
         parts = {"users": self.users, "items": self.items, "interactions": self.interactions}
         return {table: part for table, part in parts.items() if part is not None}

@@ -1,6 +1,6 @@
-"""Foreign files, Parquet or CSV, and queries, read in batches whose columns come out as a mapping wants them.
+"""Reading of foreign files (Parquet or CSV) and query results in batches, with columns converted as a mapping asks.
 
-What cannot be had is named with file, column, row and value.
+An error about a value that cannot be converted names its file, column, row and value.
 """
 
 import csv
@@ -43,13 +43,13 @@ _TYPES = {"string": pa.string(), "int64": pa.int64(), "float64": pa.float64(), "
 
 @dataclass(frozen=True)
 class SourceBatch:
-    """Some rows of one source file or query, and where they were. Raises TableError for what it does not have."""
+    """Rows of one source file or query, and their place. Raises TableError for a missing or unusable column."""
 
     file: Path
     first_row: int
     rows: pa.RecordBatch
     is_csv: bool = False
-    decimal: str = "."  # of numbers that are text
+    decimal: str = "."  # decimal mark of numbers stored as text
 
     def typed(self, name: str, kind: pa.DataType) -> pa.Array:
         """A column as int64, float64, bool or string."""
@@ -60,18 +60,18 @@ class SourceBatch:
         return self._converted(name, lambda column: to_time(column, unit))
 
     def numbers(self, name: str) -> tuple[int, int] | None:
-        """The least and the greatest number of a column; None where it holds no numbers."""
+        """The least and the greatest number of a column; None if it does not hold numbers."""
         return span_of(plain_column(self._column(name)))
 
     def ids(self, name: str, target: str, is_whole: bool = False) -> pa.Array:
         """A column of ids; `target` as in `settings.IdTypes`.
 
-        `is_whole`: text such as 123.0 is the whole number, as it is where `target` is int64.
+        `is_whole`: text such as 123.0 becomes the whole number 123, as it always does if `target` is int64.
         """
         column = self._column(name)
         stored = plain_type(column.type)
         is_long = pt.is_decimal(stored) and stored.scale == 0 and target == "string"  # it may have 38 digits
-        if (pt.is_floating(stored) or pt.is_decimal(stored)) and not is_long:  # pandas has floats where one is missing
+        if (pt.is_floating(stored) or pt.is_decimal(stored)) and not is_long:  # pandas makes floats where one is null
             whole = self._converted(name, whole_numbers)
             return whole.cast(pa.string()) if target == "string" else whole
         kind = _TYPES[target] if target != "keep" else id_type(column.type)
@@ -120,7 +120,7 @@ class SourceBatch:
         return to_type(with_points(plain_column(values)) if has_commas else values, kind)
 
     def _flagged(self, words: dict[str, str]) -> pa.Array:
-        """Of each row the words of the columns that hold 1, as list<string>."""
+        """The words of the flag columns that hold 1 in each row, as list<string>."""
         flags = [(word, self.typed(name, pa.bool_()).fill_null(False).to_pylist()) for name, word in words.items()]
         rows = range(self.rows.num_rows)
         return pa.array([[word for word, is_set in flags if is_set[row]] for row in rows], PATH_TYPE)
@@ -150,9 +150,9 @@ class SourceBatch:
 
 
 def list_source(files: SourceFiles, source: Path, table: str) -> Listing:
-    """The files that a part of a mapping names, in name order, or the database that it asks.
+    """The files that one table's part of a mapping names, in name order, or its database file; none for a server.
 
-    Raises TableError as `list_pattern` does.
+    Raises TableError like `list_pattern`.
     """
     if files.database is not None:
         return Listing([] if is_server(files.database) else [ListedFile(source / files.database)], {})
@@ -163,12 +163,10 @@ def list_source(files: SourceFiles, source: Path, table: str) -> Listing:
 def read_source(
     files: SourceFiles, source: Path, table: str, note: Callable[[str], object] = lambda text: None
 ) -> Generator[SourceBatch, None, None]:
-    """The rows of a table's source files, in name order, with the columns that the names of their folders hold.
+    """The rows of a table's source files, in name order and with the columns in folder names; or the rows of its query.
 
-    Of a table with a query its rows, in the order in which they come.
-
-    `note` is called with what the quotes of a CSV file leave in doubt: fields over several lines, quotes kept as text.
-    Raises TableError for a file that is not there or not one, or whose writer has not finished.
+    `note` is called with doubts about a CSV file, such as fields over several lines or quotes kept as text. Raises
+    TableError for a file that is missing or unreadable, or whose writer has not finished.
     """
     listing = list_source(files, source, table)
     if files.query is not None and files.database is not None:
@@ -204,7 +202,7 @@ def read_source(
 
 
 def _as_text(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """The rows with columns of UUIDs and of JSON as text."""
+    """The rows with UUID and JSON columns as text."""
     return pa.record_batch([_text(column) for column in rows.columns], names=rows.schema.names)
 
 
