@@ -1,7 +1,7 @@
-"""What is wrong with input tables, all of it, before any work starts.
+"""Checks of the input tables, which find all faults before any work starts.
 
-Every file is read once, in batches; only the distinct ids of entities are held in memory. What a column may hold is
-said in `columns.py`; here are the rules between rows, files and tables. Nothing is repaired.
+Every file is read once, in batches; only the distinct ids of entities are held in memory. `columns.py` has the rules
+for values and columns, this module the rules between rows, files and tables. Nothing is repaired.
 """
 
 import math
@@ -33,7 +33,7 @@ from laserbatch.retrieval_pools.ids import IdCodes
 
 BATCH_ROWS = 256 * 1024
 NUM_FINDINGS_IN_ERROR = 3
-MAX_UNKNOWN_SHARE = 0.5  # of the interactions: some may be of who left the tables, or lack a rating, but not most
+MAX_UNKNOWN_SHARE = 0.5  # share of interactions; some may lack a rating, or their user or item, but not most
 
 
 def check_tables(
@@ -42,14 +42,14 @@ def check_tables(
     max_failed_share: float = 0.0,
     logged_ids: Mapping[str, pa.ChunkedArray] | None = None,
 ) -> list[Finding]:
-    """Everything that is wrong with the tables of a folder; a run can start when all are warnings.
+    """All findings about the tables of a folder; a run can start if they are all warnings.
 
     Parameters
     ----------
-    positive_rating : ratings on both sides of it are expected; None expects nothing of them.
-    max_failed_share : so many of the items may lack a title.
-    logged_ids : those of `Tables`, where they have been read: ids of interactions are read again only if one of a
-        column is faulty or unknown.
+    positive_rating : ratings on both sides of it are expected; None: no check.
+    max_failed_share : largest share of items that may lack a title.
+    logged_ids : `Tables.logged_ids`, if they have been read. A column of ids is then read again only if one of them
+        is faulty or unknown.
     """
     try:
         path, findings = tables_folder(path), Findings()
@@ -61,7 +61,7 @@ def check_tables(
 
 
 def require_sound(findings: list[Finding], path: Path | str) -> None:
-    """One TableError that shows the first faults of what `check_tables` found at a path, if there are any."""
+    """Raise a TableError with the first faults among the findings of `check_tables` at a path, if there are any."""
     faults = [finding for finding in findings if not finding.is_warning]
     if faults:
         num = count_faults(faults)
@@ -72,17 +72,17 @@ def require_sound(findings: list[Finding], path: Path | str) -> None:
 
 @dataclass(frozen=True)
 class _Part:
-    """One file of a table. `usable`: its columns of an accepted type; one that cannot be read has no columns."""
+    """One file of a table. `usable`: its columns of an accepted type; none for a file that cannot be read."""
 
     table: str
     name: str
     file: PartFile | None = None
     usable: Mapping[str, pa.DataType] = field(default_factory=dict)
-    units: Mapping[str, str] = field(default_factory=dict)  # of integer times that are no seconds
+    units: Mapping[str, str] = field(default_factory=dict)  # by column, of integer times other than seconds
 
 
 def _check_entities(path: Path, table: str, findings: Findings, max_failed_share: float) -> IdCodes | None:
-    """Check users or items; returns the ids that are there, or None when they cannot be known."""
+    """Check users or items. Returns their ids, or None if some cannot be read or the files differ in their type."""
     id_column = ID_COLUMNS[table]
     parts = list(_open_parts(path, table, findings))
     kinds = [id_type(part.usable[id_column]) for part in parts if id_column in part.usable]
@@ -158,7 +158,7 @@ def _check_interactions(
 
 
 def _are_sound(ids: pa.ChunkedArray, known: IdCodes) -> bool:
-    """Whether ids obey the rules, and are all among the known ones."""
+    """Whether ids obey the rules and are all among the known ones."""
     return ids.type == known.kind and all(
         (known.find(chunk) >= 0).all() and not any(pc.any(rule.broken(chunk)).as_py() for rule in ID.rules)
         for chunk in ids.chunks
@@ -166,7 +166,7 @@ def _are_sound(ids: pa.ChunkedArray, known: IdCodes) -> bool:
 
 
 def _check_classes(lowest: float, highest: float, is_rated: bool, positive_rating: float, findings: Findings) -> None:
-    """Warn where no CTR model can be trained, since all interactions are of one class."""
+    """Warn if no CTR model can be trained, because all interactions are of one class."""
     expected = f"ratings on both sides of {positive_rating:g} (ctr.label)"
     what_then = "CTR models are not trained otherwise"
     if not is_rated:
@@ -181,7 +181,7 @@ def _check_classes(lowest: float, highest: float, is_rated: bool, positive_ratin
 
 
 def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
-    """Open a table's files, and report what their schemas have wrong."""
+    """Open a table's files, and add findings about their schemas."""
     try:
         listing = list_table(path, table)
     except FaultyTable as error:
@@ -192,7 +192,7 @@ def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
     for sentence in name_left_out(listing.left_out):
         expected, advice = "only Parquet files with rows", "move them away, or write them as the others are"
         findings.add(Finding("left-out", table, sentence, expected, advice, is_warning=True))
-    kinds: dict[str, dict[str, str | None]] = {}  # of each file, by column
+    kinds: dict[str, dict[str, str | None]] = {}  # file -> column -> type
     num_rows = 0
     for part in typed_parts(listing.files, table):
         name = part.name_in(path)
@@ -200,7 +200,7 @@ def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
             file = part.open()
         except (pa.ArrowException, OSError) as error:
             findings.add(unreadable(table, name, error))
-            num_rows += 1  # there may be some in it
+            num_rows += 1  # the file may have rows
             yield _Part(table, name)
             continue
         num_rows += file.metadata.num_rows
@@ -220,7 +220,7 @@ def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
 
 
 def _differences(table: str, name: str, kinds: dict[str, dict[str, str | None]]) -> Iterator[Finding]:
-    """How the columns of a file, which is the last of `kinds`, and their types differ from those before it."""
+    """Findings about columns and types in which the last file of `kinds` differs from the files before it."""
     advice = "write all files of a table alike"
     first = next(iter(kinds))
     for column in sorted((kinds[name].keys() ^ kinds[first].keys()).difference(REQUIRED_COLUMNS[table])):
@@ -234,7 +234,7 @@ def _differences(table: str, name: str, kinds: dict[str, dict[str, str | None]])
 
 
 def _compared_type(table: str, field: pa.Field) -> str | None:
-    """What a column's type must agree on between files; None when it agrees with any."""
+    """The kind of type that a column must have in all files; None if it agrees with any."""
     if pt.is_null(field.type) or role_of(table, field.name) in (TIME, CREATED):
         return None
     kind = plain_type(field.type)
@@ -244,9 +244,9 @@ def _compared_type(table: str, field: pa.Field) -> str | None:
 def _checked_batches(
     part: _Part, findings: Findings, sound: Collection[str] = ()
 ) -> Iterator[tuple[int, dict[str, pa.Array]]]:
-    """Apply the rules for single values, but to sound columns; yields the first row's number and the values by column.
+    """Apply the rules for single values, except to `sound` columns; yields the first row's number and values by column.
 
-    Damage that shows only now becomes a finding.
+    Damage to the file that shows only now becomes a finding.
     """
     if part.file is None:
         return
@@ -276,7 +276,7 @@ def _checked_batches(
 
 
 def _decoded(column: pa.Array) -> pa.Array:
-    if pt.is_null(column.type):  # what pandas makes of a column of None
+    if pt.is_null(column.type):  # pandas writes a column of None so
         return column.cast(pa.string())
     column = column.dictionary_decode() if pt.is_dictionary(column.type) else column
     return column.cast(pa.string()) if pt.is_string_view(column.type) else column  # Arrow cannot trim a view

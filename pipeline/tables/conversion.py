@@ -1,6 +1,6 @@
-"""Columns as the types that a mapping wants: numbers, ids, paths and times, from whatever a file stores them as.
+"""Conversion of columns to the types that a mapping asks for: numbers, ids, paths and times.
 
-A value that cannot be had is named by its row. Which file and column it is in, the caller says (`source.py`).
+An error about a value that cannot be converted names its row; the caller adds file and column (`source.py`).
 """
 
 from collections.abc import Callable
@@ -17,8 +17,8 @@ from laserbatch.pipeline.tables.times import ZONES_EXPECTED, parse_times
 
 _EXPECTED = {pa.int64(): "an integer below 2**63", pa.float64(): "a number", pa.bool_(): "true or false"}
 _ZONE_PATTERN = r":\d{2}(\.\d+)?(Z|[+-]\d{2}(:?\d{2})?)$"
-# What Arrow does not read: BigQuery's " UTC", blanks before a zone, a comma before the fraction (logs of Python and
-# Java), digits beyond microseconds (Go), which are cut, and the form without separators.
+# ISO forms that Arrow does not read: BigQuery's " UTC", blanks before a zone, a comma before the fraction (logs of
+# Python and Java), digits beyond microseconds (Go), which are cut, and the form without separators.
 _OTHER_ISO = {
     "UTC": "Z", r"\s+([Z+-])": r"\1", r"(:\d{2}),(\d)": r"\1.\2", r"(\.\d{6})\d+": r"\1",
     r"^(\d{4})(\d{2})(\d{2})T(\d{2})(\d{2})(\d{2})": r"\1-\2-\3T\4:\5:\6",
@@ -26,14 +26,14 @@ _OTHER_ISO = {
 ALL_UNITS = f"{', '.join(UNITS_PER_SECOND)}, iso, or a format like %d/%m/%Y"
 MAX_EXACT = {pa.float16(): 2**11, pa.float32(): 2**24, pa.float64(): 2**53}  # whole numbers that floats hold exactly
 WHOLE_ID = r"^-?(0|[1-9]\d*)$"
-FLOAT_ID = r"^-?(0|[1-9]\d*)\.0+$"  # as pandas writes whole numbers where one is missing
+FLOAT_ID = r"^-?(0|[1-9]\d*)\.0+$"  # as pandas writes whole numbers in a column with nulls
 _CUT_ID = r"^-?\d([.,]\d+[eE]\+?|[eE]\+)\d+$|^-?\d{1,3}(,\d{3})+$"  # as a spreadsheet shows a long number
 DECIMAL_COMMA = r"^\s*[+-]?\d+,\d+\s*$"
 NO_TEXT = pa.scalar(None, pa.string())
 
 
 class ConversionFault(Exception):
-    """A value of a column, by its row within it, is not what was expected."""
+    """A value of a column is not what was expected; `row` is its row within the column."""
 
     def __init__(self, row: int, value: object, expected: str) -> None:
         super().__init__(f"row {row}: {value!r} is not {expected}")
@@ -41,7 +41,7 @@ class ConversionFault(Exception):
 
 
 def to_type(column: pa.Array, kind: pa.DataType, expected: str | None = None) -> pa.Array:
-    """The column as int64, float64, bool or string; text is trimmed before. ConversionFault for "12a" and the like."""
+    """The column as int64, float64, bool or string. Text to convert is trimmed. Raises ConversionFault for "12a"."""
     column = plain_column(column)  # pandas writes a missing integer as NaN, which is null here
     if column.type == kind:
         return column
@@ -50,13 +50,13 @@ def to_type(column: pa.Array, kind: pa.DataType, expected: str | None = None) ->
 
 
 def with_points(column: pa.Array) -> pa.Array:
-    """Numbers as text with a decimal comma, 4,5, as 4.5; ConversionFault for one with a point too."""
+    """Numbers as text, their decimal commas (4,5) replaced by points. Raises ConversionFault for one with a point."""
     _refuse(column, pc.match_substring(column, "."), "a number with a decimal comma and no point")
     return pc.replace_substring(column, ",", ".")
 
 
 def whole_numbers(column: pa.Array) -> pa.Array:
-    """Ids that are floats or decimals as int64; ConversionFault for one with a fraction, or too large to be exact."""
+    """Float or decimal ids as int64. Raises ConversionFault for one with a fraction, or too large to be exact."""
     column = plain_column(column)
 
     def convert(values: pa.Array) -> pa.Array:
@@ -70,14 +70,14 @@ def whole_numbers(column: pa.Array) -> pa.Array:
 
 
 def uncut(ids: pa.Array) -> pa.Array:
-    """The ids; ConversionFault for text such as 1.23E+11 or 123,456, which spreadsheets make of long numbers."""
+    """The same ids. Raises ConversionFault for 1.23E+11 or 123,456, which spreadsheets make of long numbers."""
     is_cut = pc.match_substring_regex(pc.utf8_trim_whitespace(ids), _CUT_ID)
     _refuse(ids, is_cut, "an id with all of its digits alone; export the column as text")
     return ids
 
 
 def whole_texts(ids: pa.Array) -> pa.Array:
-    """The ids, those such as 123.0 as 123; ConversionFault for one of them that is too large to be exact."""
+    """The ids, with 123.0 as 123. Raises ConversionFault for one of this form that is too large to be exact."""
     is_float = pc.fill_null(pc.match_substring_regex(ids, FLOAT_ID), False)
     if not is_float.true_count:
         return ids
@@ -97,11 +97,10 @@ def to_path(column: pa.Array, separator: str) -> pa.Array:
 
 
 def to_time(column: pa.Array, unit: str) -> pa.Array:
-    """The column as timestamp[us, UTC]; ConversionFault for what cannot be read so.
+    """The column as timestamp[us, UTC]. Raises ConversionFault for a value that is not such a time.
 
     Timestamps and dates are taken as they are; numbers, and text that holds numbers, count `unit`s ("s", "ms", "us",
-    "ns") since 1970; "iso" is text like 2024-05-31T23:59:00Z (no zone: UTC); else `unit` is a strptime format, as
-    `times` reads it.
+    "ns") since 1970; "iso" is text like 2024-05-31T23:59:00Z (no zone: UTC); any other `unit` is a strptime format.
     """
     column = plain_column(column)
     if pt.is_timestamp(column.type) or pt.is_date(column.type):
@@ -124,7 +123,7 @@ def to_time(column: pa.Array, unit: str) -> pa.Array:
 
 
 def _refuse(column: pa.Array, is_faulty: pa.Array, expected: str) -> None:
-    """Raise ConversionFault for the first value that is marked."""
+    """Raise ConversionFault for the first value that `is_faulty` marks."""
     row = pc.index(is_faulty, True).as_py()
     if row >= 0:
         raise ConversionFault(row, column[row].as_py(), expected)
@@ -156,7 +155,7 @@ def _from_arrow_iso(values: pa.Array) -> pa.Array:
 
 
 def _each(column: pa.Array, original: pa.Array, convert: Callable[[pa.Array], pa.Array], expected: str) -> pa.Array:
-    """Convert a column at once; when that fails, find the first row that does by halving."""
+    """Convert a column as a whole; if that fails, find the first faulty row by halving."""
     try:
         return convert(column)
     except pa.ArrowInvalid:

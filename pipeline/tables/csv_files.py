@@ -1,6 +1,6 @@
-"""CSV files of any format, read as text in batches; what is in doubt is counted, shown or refused.
+"""Reading of CSV files of any format as text, in batches; what is doubtful is counted, shown or refused.
 
-Arrow reads some faults without a word, or refuses them without naming the place: quotes, encodings, zero bytes.
+Arrow accepts some faults silently, or refuses them without naming the place: quotes, encodings, zero bytes.
 """
 
 import codecs
@@ -29,11 +29,11 @@ _MARKS = (
     (b"SQLite f", "a database of SQLite"), (b"ORC", "ORC"), (b"Obj\x01", "Avro"),
 )  # fmt: skip
 _DATABASE_NULLS = ["\\N", "NULL"]
-_SHOWN = 60  # characters of a value
+_SHOWN = 60  # characters of a value in a message
 
 
 def read_csv(path: Path, files: SourceFiles, note: Callable[[str], object]) -> Iterator[pa.RecordBatch]:
-    """A CSV as text columns: nothing is guessed, so the zip code 01234 stays one."""
+    """Read a CSV as text columns. No type is guessed, so that the zip code 01234 keeps its zero."""
     form = files.csv_format(path)
     converted = None
     if len(form.delimiter) > 1:  # MovieLens' `::`
@@ -47,7 +47,7 @@ def read_csv(path: Path, files: SourceFiles, note: Callable[[str], object]) -> I
     names = files.column_names
     if names is None:
         with _open_lines(opened(), form.encoding) as lines:
-            names = next(filter(None, _python_reader(lines, form)), [])  # Arrow too passes empty lines over
+            names = next(filter(None, _python_reader(lines, form)), [])  # Arrow skips empty lines, too
     read = pacsv.ReadOptions(encoding=form.encoding, column_names=files.column_names)
     parse = pacsv.ParseOptions(
         delimiter=form.delimiter,
@@ -71,12 +71,12 @@ def read_csv(path: Path, files: SourceFiles, note: Callable[[str], object]) -> I
                 num_rows += rows.num_rows
                 yield rows
     except pa.ArrowInvalid:
-        read.use_threads = False  # one thread says in which row it was
+        read.use_threads = False  # with one thread, the error names the row
         with pacsv.open_csv(opened(), read_options=read, parse_options=parse, convert_options=text) as reader:
             for _ in reader:
                 pass
         raise
-    except GeneratorExit:  # who looks at the first rows alone is told of what those leave in doubt
+    except GeneratorExit:  # a caller that reads only the first rows gets the notes on those
         tell(form.quote and _quote_fault(path, form))
         raise
     tell()
@@ -85,7 +85,7 @@ def read_csv(path: Path, files: SourceFiles, note: Callable[[str], object]) -> I
 
 
 def csv_fault(path: Path, form: FileFormat, error: Exception) -> str | None:
-    """Why a CSV cannot be read, where its encoding or its quotes say so."""
+    """Why a CSV cannot be read, if its encoding or its quotes are the reason; otherwise None."""
     if isinstance(error, UnicodeDecodeError) or "UTF8" in str(error):
         return _encoding_fault(path, form.encoding)
     return _quote_fault(path, form) if form.quote and not isinstance(error, OSError) else None
@@ -93,7 +93,7 @@ def csv_fault(path: Path, form: FileFormat, error: Exception) -> str | None:
 
 @dataclass
 class _Doubt:
-    """How many fields of a file look like something, and the first of them."""
+    """The number of fields of a file that match a doubtful pattern, and the first of these fields."""
 
     num: int = 0
     first: tuple[str, int, str] = ("", 0, "")  # column, row, value
@@ -107,7 +107,7 @@ class _Doubt:
             self.num += is_match.true_count
 
     def shown(self, what: str) -> str:
-        """How many there are of what, where the first one is, and how it begins."""
+        """The number of fields, described by `what`, with the place and the beginning of the first one."""
         name, row, value = self.first
         value = f"{value[:_SHOWN]!r}{' ...' * (len(value) > _SHOWN)}"
         plural = what.replace("field", "fields", 1) if self.num > 1 else what
@@ -116,17 +116,17 @@ class _Doubt:
 
 @dataclass
 class _Doubts:
-    """What the quotes of a file that is being read leave in doubt."""
+    """Doubts about the quotes and null values of a file that is being read."""
 
     path: Path
     form: FileFormat
     over_lines: _Doubt = field(default_factory=_Doubt)
     kept_quotes: _Doubt = field(default_factory=_Doubt)
     single_quotes: _Doubt = field(default_factory=_Doubt)  # around all values of a column
-    nulls: _Doubt = field(default_factory=_Doubt)  # what databases write for nothing, read as text
+    nulls: _Doubt = field(default_factory=_Doubt)  # null values of databases, read as text
 
     def add(self, rows: pa.RecordBatch, first_row: int) -> None:
-        """Look at some rows. Raises TableError where one repeats the header, or there is a zero byte."""
+        """Examine some rows. Raises TableError if a row repeats the header, or if there is a zero byte."""
         is_header = _is_header(rows)
         if is_header.true_count:
             row = first_row + pc.index(is_header, True).as_py()
@@ -135,7 +135,7 @@ class _Doubts:
                 "a header does where the mapping sets `column_names`. Take it out, or leave out `column_names`."
             )
         for name, column in zip(rows.schema.names, rows.columns, strict=True):
-            text_bytes = column.buffers()[2]  # of strings; most batches have nothing to look for, as their bytes say
+            text_bytes = column.buffers()[2]  # bytes of all strings; they show that most batches raise no doubt
             text_bytes = b"" if text_bytes is None else text_bytes.to_pybytes()
             if b"\0" in text_bytes or "\0" in name:
                 zeros = _Doubt()
@@ -178,7 +178,7 @@ class _Doubts:
 
 
 def _is_header(rows: pa.RecordBatch) -> pa.Array:
-    """Whether each row holds nothing but the names of the columns: bool[n]."""
+    """Whether each row holds just the names of the columns: bool[n]."""
     is_header = pa.array(np.full(rows.num_rows, rows.num_columns > 1))
     for name, column in zip(rows.schema.names, rows.columns, strict=True):
         is_header = pc.and_(is_header, pc.fill_null(pc.equal(column, name), not name))
@@ -188,7 +188,7 @@ def _is_header(rows: pa.RecordBatch) -> pa.Array:
 
 
 def _no_text(path: Path, place: str) -> str:
-    """What is said of a file of another kind, of UTF-16 that is read as something else, or of a damaged file."""
+    """The message on a file of another format, on UTF-16 read as another encoding, or on a damaged file."""
     with pa.input_stream(str(path)) as raw:
         start = raw.read(1024)
     if (kind := kind_of_bytes(start)) is not None:
@@ -201,7 +201,7 @@ def _no_text(path: Path, place: str) -> str:
 
 
 def kind_of_bytes(start: bytes) -> str | None:
-    """What a file is that begins with some bytes, if it is a known one that is no text."""
+    """The format of a file that begins with some bytes, if it is a known binary format; otherwise None."""
     return next((kind for mark, kind in _MARKS if start.startswith(mark)), None)
 
 
@@ -210,7 +210,7 @@ def _marked_encoding(start: bytes) -> str | None:
 
 
 def _encoding_fault(path: Path, encoding: str) -> str | None:
-    """Where a file is not of an encoding, and what to do; None if it is."""
+    """A message on where a file is not valid in an encoding, and on what to do; None if it is valid."""
     decoder, line, start = codecs.getincrementaldecoder(encoding)(), 1, b""
     try:
         with pa.input_stream(str(path)) as raw:
@@ -232,7 +232,7 @@ def _encoding_fault(path: Path, encoding: str) -> str | None:
 
 
 def _encoding_doubt(path: Path, encoding: str) -> str | None:
-    """What is said of a file that is sound UTF-8 beyond ASCII, but is read as another encoding."""
+    """A message on a file that is valid UTF-8 beyond ASCII, but is read in another encoding; otherwise None."""
     if codecs.lookup(encoding).name.startswith("utf"):
         return None
     try:
@@ -247,10 +247,10 @@ def _encoding_doubt(path: Path, encoding: str) -> str | None:
 
 
 def _quote_fault(path: Path, form: FileFormat, is_sure: bool = False) -> str | None:
-    """Where a field goes on after its closing quote, or a quote is never closed: Arrow reads both.
+    """A message on a field that continues after its closing quote, or on a quote that is never closed; otherwise None.
 
-    The quote before it was probably plain text. Unless it `is_sure` that a strict reader has to look, which is slow,
-    the bytes beside quotes say whether it does.
+    Arrow reads both, though the quote was probably plain text. A strict reader, which is slow, looks for them if
+    `is_sure`, or if the bytes next to quotes suggest it.
     """
     if not (is_sure or _has_text_beside_quotes(path, form)):
         return None
@@ -284,9 +284,9 @@ def _quote_fault(path: Path, form: FileFormat, is_sure: bool = False) -> str | N
 
 
 def _has_text_beside_quotes(path: Path, form: FileFormat) -> bool:
-    """Whether a quote has neither a delimiter nor a line's end beside it, nor a quote behind it."""
+    """Whether a quote has no delimiter and no line end on either side, and no quote after it."""
     if "A\n".encode(form.encoding) != b"A\n":
-        return True  # bytes are no characters
+        return True  # bytes are not characters in this encoding
     assert form.quote is not None
     ends = list(form.delimiter.encode(form.encoding) + b"\r\n")
     with pa.input_stream(str(path)) as raw:
@@ -302,14 +302,14 @@ def _has_text_beside_quotes(path: Path, form: FileFormat) -> bool:
 
 
 def _open_lines(raw: pa.NativeFile, encoding: str) -> io.TextIOWrapper:
-    """A file as text, with its line ends as they are."""
+    """A file as text, with unchanged line ends."""
     if codecs.lookup(encoding).name == "utf-8":
-        encoding = "utf-8-sig"  # what Excel writes begins with a mark that is part of no name
+        encoding = "utf-8-sig"  # Excel's files begin with a byte order mark, which is part of no name
     return io.TextIOWrapper(raw, encoding=encoding, newline="")
 
 
 def _python_reader(lines: io.TextIOWrapper, form: FileFormat) -> Any:
-    """Python's reader of the same format, which is slow, and strict about quotes."""
+    """Python's CSV reader for a format; it is slow, and strict about quotes."""
     quoting = csv.QUOTE_MINIMAL if form.quote else csv.QUOTE_NONE
     return csv.reader(
         lines, delimiter=form.delimiter, quotechar=form.quote, escapechar=form.escape, quoting=quoting, strict=True

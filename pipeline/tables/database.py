@@ -1,8 +1,8 @@
 """Rows of a query to a DuckDB or SQLite file or to a PostgreSQL server, streamed as Arrow batches.
 
-The database is only read. DuckDB files are read by their own library (the extra `duckdb`), which may fetch no extension
-here, SQLite files by Python's `sqlite3`, servers through ADBC (the extra `postgresql`). A column of SQLite has no type;
-its values give it one.
+The database is only read: DuckDB files by the library `duckdb` (an extra), which must not download extensions here,
+SQLite files by Python's `sqlite3`, servers through ADBC (the extra `postgresql`). A column of SQLite has no type; it
+takes that of its values.
 """
 
 import hashlib
@@ -19,17 +19,17 @@ from laserbatch.pipeline.errors import first_line
 from laserbatch.pipeline.storage.scratch import ScratchFolder
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding
 
-BATCH_ROWS, BATCH_BYTES = 16 * 1024, 4 << 20  # of files; of servers
+BATCH_ROWS, BATCH_BYTES = 16 * 1024, 4 << 20  # rows per batch of a file, bytes per batch of a server
 NOT_A_QUERY = "expected one SELECT statement"
 SERVERS = ("postgresql://", "postgres://")
-_READ_ONLY = "options=-c%20default_transaction_read_only%3Don"  # of libpq
-_MAX_DIGITS = 38  # of a decimal128
-QUERY_KEY = b"laserbatch.query"  # of a Parquet file's metadata
+_READ_ONLY = "options=-c%20default_transaction_read_only%3Don"  # an option of libpq
+_MAX_DIGITS = 38  # most digits of a decimal128
+QUERY_KEY = b"laserbatch.query"  # key in a Parquet file's metadata
 _TYPES = {int: pa.int64(), float: pa.float64(), str: pa.string(), bytes: pa.binary()}
 
 
 def query_record(path: Path, query: str) -> dict[bytes, bytes]:
-    """The metadata of a Parquet file that is made from a query: the name of the database and the query's SHA-256."""
+    """The metadata of a Parquet file made from a query: the name of the database and the query's SHA-256."""
     record = {"database": path.name, "query_sha256": hashlib.sha256(query.encode()).hexdigest()}
     return {QUERY_KEY: json.dumps(record).encode()}
 
@@ -40,7 +40,7 @@ def is_server(database: str) -> bool:
 
 
 def shown_database(uri: str) -> Path:
-    """How messages and records name a server's database: host and name, without its user and options."""
+    """The name of a server's database in messages and records: host and name, without user and options."""
     parts = urlsplit(uri)
     return Path(f"postgresql:{parts.hostname or ''}{parts.path}")
 
@@ -48,8 +48,8 @@ def shown_database(uri: str) -> Path:
 def query_rows(database: Path | str, query: str, table: str) -> Iterator[pa.RecordBatch]:
     """The rows of a query to a file, or to the server at a URI, in batches of at least one row.
 
-    Raises FaultyTable where the file is no DuckDB or SQLite database, the library is missing, the query fails or
-    returns no rows, the server goes away, or a column holds values that have no type of Arrow.
+    Raises FaultyTable if the file is no DuckDB or SQLite database, the library is missing, the query fails or returns
+    no rows, the server goes away, or a column has values without an Arrow type.
     """
     num_rows = 0
     path = shown_database(database) if isinstance(database, str) else database
@@ -65,7 +65,7 @@ def query_rows(database: Path | str, query: str, table: str) -> Iterator[pa.Reco
         found = f"is a {kind}, which is read with {library} ({first_line(error)})"
         extra = "postgresql" if isinstance(database, str) else "duckdb"
         raise _refused(path, table, found, f"pip install 'laserbatch[{extra}]'") from None
-    except Exception as error:  # the libraries' errors have no class that is known without them
+    except Exception as error:  # the classes of the libraries' errors are unknown without them
         after = f" after {num_rows:,} rows" if num_rows else ""
         found = f"cannot be asked{after} ({first_line(error)})"
         advice = "correct `database` or `query` in the mapping"
@@ -91,7 +91,7 @@ def _server_rows(uri: str, query: str, table: str) -> Iterator[pa.RecordBatch]:
     from adbc_driver_postgresql.dbapi import connect
 
     with connect(f"{uri}{'&' if '?' in uri else '?'}{_READ_ONLY}") as server, server.cursor() as cursor:
-        # Not run yet: COPY, which has no columns, would write a file even in a transaction that only reads.
+        # The query is not run yet: COPY, which has no columns, would write a file even in a read-only transaction.
         if not len(cursor.adbc_execute_schema(query)):
             raise ValueError(NOT_A_QUERY)
         cursor.adbc_statement.set_options(**{StatementOptions.BATCH_SIZE_HINT_BYTES.value: str(BATCH_BYTES)})
@@ -104,7 +104,7 @@ def _server_rows(uri: str, query: str, table: str) -> Iterator[pa.RecordBatch]:
 
 
 def _plain(column: pa.Array, field: pa.Field, uri: str, table: str) -> pa.Array:
-    """A column of a server without types of its own: decimals as they are declared."""
+    """A server's column without types that only the server has: decimals become Arrow's, as they are declared."""
     if not isinstance(field.type, pa.BaseExtensionType) or isinstance(field.type, pa.UuidType | pa.JsonType):
         return column
     storage = column.storage
@@ -133,10 +133,10 @@ def _duckdb_rows(path: Path, query: str) -> Iterator[pa.RecordBatch]:
 
 def _sqlite_rows(path: Path, query: str, table: str) -> Iterator[pa.RecordBatch]:
     uri = f"{path.resolve().as_uri()}?mode=ro"
-    # The first rows are asked for by another thread than the next ones (`write_parquet`).
+    # One thread reads the first rows, another one the rest (`write_parquet`).
     with closing(sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)) as database:
         database.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)  # ATTACH would make a file
-        database.execute("BEGIN")  # the query is asked twice, of one state of the database
+        database.execute("BEGIN")  # the query runs twice, on the same state of the database
         schema = _sqlite_schema(database.execute(query), path, table)
         for rows in _fetched(database.execute(query)):
             columns = [
@@ -146,7 +146,7 @@ def _sqlite_rows(path: Path, query: str, table: str) -> Iterator[pa.RecordBatch]
 
 
 def _sqlite_schema(cursor: sqlite3.Cursor, path: Path, table: str) -> pa.Schema:
-    """The type that all values of a column have; float64 of a column that has whole numbers among others."""
+    """The type of each column's values; float64 for integers and floats. Raises FaultyTable for other mixed types."""
     if cursor.description is None:
         raise ValueError(NOT_A_QUERY)
     names = [column[0] for column in cursor.description]

@@ -1,7 +1,7 @@
-"""Tables that lie at a URI: their files are brought here once a command, before the first is read.
+"""Tables at a URI: a command copies their files to this machine once, before it reads the first one.
 
-Everything then reads local files, with the memory and the speed that it has there. The copy lies in the temporary
-folder of the machine (TMPDIR) and goes when the process ends; that of a killed process goes with the next command.
+All code then reads local files, with their speed and memory use. The copy lies in the machine's temporary folder
+(TMPDIR) and is removed when the process ends; the next command removes the copy of a killed process.
 """
 
 from pathlib import Path, PurePosixPath
@@ -10,15 +10,15 @@ from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.storage.scratch import ScratchFolder
 from laserbatch.pipeline.storage.uris import BLOCK_BYTES, filesystem_of, is_uri, naming_uri, without_credentials
 
-_URIS: dict[Path, str] = {}  # folder of a copy -> where it is from
+_URIS: dict[Path, str] = {}  # folder of a copy -> what messages call it, such as its URI
 _COPIES: dict[str, Path] = {}  # URI -> folder of its whole copy
-_MADE: list[ScratchFolder] = []  # by this process, which removes them when it ends
+_MADE: list[ScratchFolder] = []  # by this process, which removes them at its end
 
 
 def local_tables(path: Path | str, names: tuple[str, ...]) -> Path:
-    """The folder that tables are read from: of a path itself, of a URI a copy of all files of tables of these names.
+    """The local folder that tables are read from: a path itself, or a copy of all files of the tables `names` at a URI.
 
-    Raises TableError where the files cannot be fetched, or changed meanwhile.
+    Raises TableError if the files cannot be fetched, or change meanwhile.
     """
     if not is_uri(path):
         return Path(path)
@@ -29,12 +29,12 @@ def local_tables(path: Path | str, names: tuple[str, ...]) -> Path:
 
 
 def copy_of(path: Path | str) -> Path | None:
-    """The folder of the copy that this process has of the tables at a URI; None for a local folder or no copy."""
+    """This process's copy of the tables at a URI; None for a local folder, or if there is no copy."""
     return _COPIES.get(without_credentials(path)) if is_uri(path) else None
 
 
 def use_copy(uri: str, folder: Path) -> None:
-    """Read the tables at a URI from the copy of another process, which goes on living meanwhile and removes it."""
+    """Read the tables at a URI from the copy of another process, which stays alive meanwhile and removes it."""
     uri = without_credentials(uri)
     _COPIES[uri], _URIS[folder] = folder, uri
 
@@ -46,7 +46,7 @@ def remove_copies() -> None:
 
 
 def scratch_for(folder: Path) -> Path:
-    """A temporary folder for what is made of the files of a folder, whose name it has in messages."""
+    """A temporary folder for files made from those of a folder; messages show it under that folder's name."""
     _MADE.append(ScratchFolder("tables"))
     scratch = _MADE[-1].path / folder.name
     scratch.mkdir()
@@ -55,7 +55,7 @@ def scratch_for(folder: Path) -> Path:
 
 
 def shown_path(path: Path) -> str:
-    """What a message calls a file or folder: of a fetched one its URI."""
+    """The name of a file or folder in messages: for a fetched one, its URI."""
     for folder, uri in list(_URIS.items()):  # a thread may add one meanwhile
         if path.is_relative_to(folder):
             within = path.relative_to(folder).as_posix()
@@ -69,7 +69,7 @@ def _fetched(uri: str, names: tuple[str, ...]) -> Path:
     filesystem, root = filesystem_of(uri)
 
     def listed() -> dict[str, tuple[int, int | None] | None]:
-        """Path within the folder -> bytes and time of change, of each file of a table; None of a folder."""
+        """Path within the folder -> size in bytes and time of change of each file of a table; None for a folder."""
         files = {}
         for info in filesystem.get_file_info(pafs.FileSelector(root, recursive=True, allow_not_found=True)):
             within = PurePosixPath(info.path).relative_to(root)

@@ -1,4 +1,4 @@
-"""What is wrong with input tables: one finding a kind of fault and column, with its first row and number of rows."""
+"""Findings on input tables: one for each kind of fault and column, with its first row and number of rows."""
 
 import datetime
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ MAX_SHOWN_CHARACTERS = 120
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, and where it is first, as far as it has a place; `str` of it is the whole sentence."""
+    """A fault, with the first place where it occurs, if any; `str` gives the whole sentence."""
 
     kind: str  # a stable name, such as missing-column
     table: str
@@ -25,9 +25,9 @@ class Finding:
     file: str | None = None
     row: int | None = None  # from 0 within its file
     value: object = None
-    num_rows: int = 0  # that it is about, over all files of the table; 0: it is about no row
-    num_files: int = 1  # that it is about, where it is about no row
-    is_warning: bool = False  # a run can start all the same
+    num_rows: int = 0  # faulty rows, over all files of the table; 0: it is not about rows
+    num_files: int = 1  # faulty files, if it is not about rows
+    is_warning: bool = False  # a run can start despite it
 
     def __str__(self) -> str:
         row = f"row {self.row}" if self.num_rows == 1 else f"{self.num_rows:,} rows, first row {self.row}"
@@ -40,7 +40,7 @@ class Finding:
         return f"{warning}{name}{where}: {self.found}{value}; expected {self.expected}; {self.advice}"
 
     def as_json(self) -> dict:
-        """Plain JSON values; what JSON cannot hold (a NaN, a time) as text."""
+        """The finding as JSON values; a value that JSON cannot hold (a NaN, a time) becomes text."""
         is_plain = isinstance(self.value, str | int | bool | type(None))
         return {**asdict(self), "value": self.value if is_plain else str(self.value)}
 
@@ -54,7 +54,7 @@ class FaultyTable(TableError):
 
 
 def unreadable(table: str, file: str, error: Exception) -> Finding:
-    """What is said of a file that Arrow or the disk refuses."""
+    """The finding about a file that Arrow or the disk refuses."""
     found = f"the file cannot be read ({first_line(error)})"
     return Finding("unreadable", table, found, "a Parquet file", "write it again", file=file)
 
@@ -66,14 +66,14 @@ class Findings:
         self._found: dict[tuple, Finding] = {}
 
     def add(self, *findings: Finding) -> None:
-        """Add findings that are about no row."""
+        """Add findings that are not about rows."""
         for finding in findings:
             first = self._found.setdefault(_key(finding), finding)
             if first is not finding:
                 self._found[_key(finding)] = replace(first, num_files=first.num_files + 1)
 
     def add_rows(self, finding: Finding, rows: np.ndarray, first_row: int, column: pa.Array) -> None:
-        """Add what is wrong with some rows, int64[n], of a column that begins at `first_row` of its file."""
+        """Add a finding about the places `rows`, int64[n], of a column that begins at `first_row` of its file."""
         if not len(rows):
             return
         row = int(rows[0])
@@ -81,18 +81,18 @@ class Findings:
         self._found[_key(finding)] = replace(first, num_rows=first.num_rows + len(rows))
 
     def stop_where(self, kind: str, max_rows: float) -> None:
-        """Make a warning of this kind a fault where it is about more rows than that."""
+        """Turn warnings of a kind that are about more than `max_rows` rows into faults."""
         for key, finding in self._found.items():
             if finding.kind == kind and finding.num_rows > max_rows:
                 self._found[key] = replace(finding, is_warning=False)
 
     def to_list(self) -> list[Finding]:
-        """All of them, warnings last."""
+        """All findings, warnings last."""
         return sorted(self._found.values(), key=lambda finding: finding.is_warning)
 
 
 def count_faults(findings: Iterable[Finding]) -> int:
-    """Faults: rows, and what is about no row; warnings are none."""
+    """The number of faults: each row counts, and each finding that is not about rows; warnings do not."""
     return sum(max(1, finding.num_rows) for finding in findings if not finding.is_warning)
 
 
@@ -101,14 +101,14 @@ def _key(finding: Finding) -> tuple:
 
 
 def shown_value(scalar: pa.Scalar) -> object:
-    """A value for people: long text is cut, times are ISO text, and so is what Python cannot hold."""
+    """A value for messages: long text is cut; times, and values that Python cannot hold, become text."""
     try:
         value = scalar.as_py()
     except UnicodeDecodeError:
         value = scalar.as_buffer().to_pybytes() if hasattr(scalar, "as_buffer") else "no UTF-8"
     except (ValueError, OverflowError):  # a time that Python cannot hold
         value = f"{scalar.value} ({scalar.type})"
-    if isinstance(value, datetime.date):  # with a time or without
+    if isinstance(value, datetime.date):  # also a datetime
         value = str(value)
     is_long = isinstance(value, str) and len(value) > MAX_SHOWN_CHARACTERS
     return value[:MAX_SHOWN_CHARACTERS] + "..." if is_long else value

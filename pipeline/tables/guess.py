@@ -1,4 +1,4 @@
-"""A mapping for tables that are not in the input schema, guessed from names and first rows."""
+"""Guesses of a mapping for tables that are not in the input schema, from column names and first rows."""
 
 import codecs
 import re
@@ -35,7 +35,7 @@ from laserbatch.pipeline.tables.schema import CREATED_AT, ID_COLUMNS
 from laserbatch.pipeline.tables.settings import SourceFiles
 from laserbatch.pipeline.tables.source import read_source
 
-# English and German, and some of French and Spanish.
+# Words in English and German, and some in French and Spanish.
 _ID = r"([_ -]?(id|no|key|code|nr|nummer))?$"
 USER_ID = r"^(user|member|customer|client|reader|viewer|reviewer|listener|applicant|candidate|subscriber|account|"
 USER_ID += r"visitor|kunde|nutzer|benutzer|leser|mitglied|utilisateur|usuario|cliente|auditeur|lecteur)(s|n|er)?"
@@ -44,20 +44,20 @@ ITEM_ID = r"^(item|product|movie|book|article|news|video|song|track|job|post|sku
 ITEM_ID += r"game|spiel|vacancy|recipe|restaurant|hotel|course|podcast|episode|artist|album|anime|venue|business|app|"
 ITEM_ID += r"paper|listing|rezept|kurs|libro|pelicula|producto|livre|produit)"
 ITEM_ID += r"(s|n|e)?" + _ID + r"|^iid$"
-# Of an item of another name, where a file with titles has it, too.
+# Other names of ids, which are ids of items if a file with titles has them.
 SOME_ID = r"[_ -](id|no|key|code|nr|nummer)$|(asin|sku|isbn|gtin|ean|uuid|guid)$"
 SNIFFED_BYTES = 1 << 16
 PATH_SEPARATORS = (" > ", ">", "|", ";", "/")
-MAX_PART_CHARS = 40  # of the parts of a list of words on average; longer ones are sentences
-NO_LIST = re.compile(r"://|&#?\w+;|^\s*[\[{]|^\d+/\d+|</")  # an address, an entity, JSON, a date or fraction, markup
+MAX_PART_CHARS = 40  # largest average length of the parts of a list of words; longer ones are sentences
+NO_LIST = re.compile(r"://|&#?\w+;|^\s*[\[{]|^\d+/\d+|</")  # a URL, an HTML entity, JSON, a date or fraction, markup
 
 
 @dataclass(frozen=True)
 class GuessedMapping:
-    """A mapping for `data import`, to be read by a person; None stands in it where there is no guess.
+    """A mapping for `data import`, for a person to review; a value is None if there is no guess.
 
-    `reasons` say by the path of a key what its value rests on, `left_out` by table and column why an attribute is none,
-    `notes` what a person should look at.
+    `reasons`: the reason for each value, by the path of its key. `left_out`: the reason why a column is no attribute,
+    by table and column. `notes`: sentences on what a person should check.
     """
 
     mapping: dict
@@ -66,7 +66,7 @@ class GuessedMapping:
     notes: list[str]
 
     def as_yaml(self) -> str:
-        """The mapping with a comment at each guess, and columns that were left out as lines that add them."""
+        """The mapping as YAML, with a comment at each guess, and a line to uncomment for each column left out."""
         return "\n".join(self._lines(self.mapping, ())) + "\n"
 
     def _lines(self, part: dict, path: tuple[str, ...]) -> Iterator[str]:
@@ -90,13 +90,13 @@ def yaml_line(value: object) -> str:
 
 
 def read_sources(folder: Path, note: Callable[[str], object] = lambda text: None) -> list[SourceTable]:
-    """Every Parquet or CSV file of a folder, and every folder of such in it as one, with its first rows.
+    """The Parquet and CSV files of a folder, and its sub-folders of such files, each with its first rows.
 
-    `note` is called with what the quotes of these leave in doubt, and with the files of other formats.
+    `note` is called with doubts about the quotes in these files, and with the files of other formats.
     """
     sources, visible = [], [path for path in sorted(folder.iterdir()) if not path.name.startswith((".", "_"))]
     others = [path for path in visible if path.is_file() and not is_parquet_or_csv(path)]
-    others = [path for path in others if path.suffix not in (".yaml", ".yml")]  # of init itself
+    others = [path for path in others if path.suffix not in (".yaml", ".yml")]  # written by init
     for sentence in name_left_out(dict.fromkeys(others, "is neither Parquet nor CSV")):
         note(sentence)
     for path in visible:
@@ -110,7 +110,7 @@ def read_sources(folder: Path, note: Callable[[str], object] = lambda text: None
                 first, is_whole = next(batches, None), False
                 try:
                     is_whole = next(batches, None) is None
-                except TableError as error:  # which the mapping may mend
+                except TableError as error:  # the mapping may correct this
                     note(str(error))
             if first is not None:
                 head = _without_doubled(pa.Table.from_batches([first.rows]), path, note)
@@ -126,7 +126,7 @@ def read_sources(folder: Path, note: Callable[[str], object] = lambda text: None
 
 
 def _without_doubled(head: pa.Table, path: Path, note: Callable[[str], object]) -> pa.Table:
-    """The columns whose name no other one has: a mapping can name no others."""
+    """The columns with unique names; a mapping cannot name others."""
     doubled = [name for name, count in Counter(head.column_names).items() if count > 1]
     if doubled:
         note(f"{path}: columns are left out, since several have the same name: {', '.join(map(repr, doubled))}")
@@ -134,7 +134,7 @@ def _without_doubled(head: pa.Table, path: Path, note: Callable[[str], object]) 
 
 
 def _with_decimal_commas(head: pa.Table) -> list[str]:
-    """The columns of numbers such as 4,5 and 12, none where another one has 4.5; 1,234 alone may be a thousand."""
+    """The columns of numbers such as 4,5 or 12; none if any column has 4.5. 1,234 alone may mean a thousand."""
     names = []
     for name in head.column_names:
         values = [value.strip() for value in head[name].slice(0, NUM_ROWS).to_pylist() if value and value.strip()]
@@ -147,8 +147,8 @@ def _with_decimal_commas(head: pa.Table) -> list[str]:
 
 
 def _csv_options(path: Path, note: Callable[[str], object]) -> dict[str, Any]:
-    """Delimiter and encoding of a CSV where they are not the usual ones, by its first bytes."""
-    with pa.input_stream(str(path)) as file:  # which unpacks what is compressed
+    """Delimiter and encoding of a CSV, from its first bytes; only those that are not the default."""
+    with pa.input_stream(str(path)) as file:  # decompresses, too
         start = file.read(SNIFFED_BYTES)
     options, usual = {}, "\t" if ".tsv" in path.suffixes else ","
     try:
@@ -169,7 +169,7 @@ def _csv_options(path: Path, note: Callable[[str], object]) -> dict[str, Any]:
 
 
 def guess_mapping(sources: list[SourceTable]) -> GuessedMapping:
-    """Guess a mapping; TableError where no file looks like interactions or items."""
+    """Guess a mapping. Raises TableError if no file looks like interactions or items."""
     item_ids = _names_of_item_ids(sources)
     log, items, users = _files(sources, item_ids)
     guessed = GuessedMapping({}, {}, {}, [])
@@ -200,7 +200,7 @@ def guess_mapping(sources: list[SourceTable]) -> GuessedMapping:
 
 
 def _names_of_item_ids(sources: list[SourceTable]) -> str:
-    """A pattern of names that ids of items have: usual ones, and those of ids in files that have titles."""
+    """A pattern for names of item ids: the usual names, and the names of id columns in files with titles."""
     logged = {name for source in sources if source.named(USER_ID) for name in source.head.column_names}
     item_ids = set()
     for source in (source for source in sources if source.named(TITLE) and not source.named(USER_ID)):
@@ -210,7 +210,7 @@ def _names_of_item_ids(sources: list[SourceTable]) -> str:
 
 
 def _files(sources: list[SourceTable], item_ids: str) -> tuple[SourceTable, SourceTable, SourceTable | None]:
-    """The files of interactions, items and, where there is one, users."""
+    """The files of interactions, items and users; None if there are no users."""
 
     def has_time(source: SourceTable) -> bool:
         return guess_time(source, [*source.named(USER_ID), *source.named(item_ids)]).column.value is not None
@@ -306,7 +306,7 @@ def _add_part(guessed: GuessedMapping, table: str, source: SourceTable, columns:
 
 
 def _separator(values: list) -> tuple[str, float] | None:
-    """What parts the texts of a column, and in which share of them it stands; None where they are no lists of words."""
+    """The separator in the texts of a column, and the share of texts with it; None if they are not lists of words."""
     texts = [value for value in values if isinstance(value, str) and value]
     for mark in PATH_SEPARATORS:
         num = sum(mark in text for text in texts)

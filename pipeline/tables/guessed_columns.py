@@ -1,6 +1,6 @@
-"""Which column of a file is an id, a title, a time, a rating or an event: by its name, unless its values contradict.
+"""Guesses of the id, title, time, rating and event columns of a file: by name, unless the values contradict.
 
-Each guess comes with what it rests on, in words for a person who reads the mapping.
+Each guess has a reason in words, for a person who reads the mapping.
 """
 
 import re
@@ -16,7 +16,7 @@ import pyarrow.types as pt
 from laserbatch.pipeline.tables import schema as sc
 from laserbatch.pipeline.tables.conversion import FLOAT_ID, ConversionFault, to_time, to_type
 
-NUM_ROWS = 1000  # whose values are looked at one by one
+NUM_ROWS = 1000  # number of rows whose values are examined one by one
 TITLE = r"tit(le|el|re|ulo)|name|nom(bre)?$|headline|label|bezeichnung"
 WHOLE_TITLE = r"(item|prod|product|movie|book|article|track|song|job|artikel|produkt)?_?"
 WHOLE_TITLE += r"(title|titel|titre|titulo|name|nom|nombre)"
@@ -27,19 +27,19 @@ RATING = (
 )
 EVENT = r"event|action|behaviou?r|^type$|aktion|ereignis"
 NO_LABEL = r"(^|[_ -])(ids?|uuid|key|url|count|number|num|no|nr|time|timestamp|ts|date|at)$|(Id|Time|Date|Count)$"
-MAX_SHARE_OF_KINDS = 0.6  # of the values of a column of genres or categories differ from each other
-MAX_KIND_CHARS = 80  # of such a value on average
-MAX_EVENTS = 50  # different values of a column that says what was done
-MIN_ROWS = 20  # below which all rows may differ by chance
-MIN_TITLED_SHARE = 0.5  # of the rows, that have a title, and of these, that have one of their own
-MIN_KNOWN_SHARE = 0.5  # of the times, that must be of these years; others are often 0 where nothing is known
+MAX_SHARE_OF_KINDS = 0.6  # largest share of distinct values in a column of genres or categories
+MAX_KIND_CHARS = 80  # largest average length of such a value
+MAX_EVENTS = 50  # largest number of distinct values in an event column
+MIN_ROWS = 20  # with fewer rows, all values may differ by chance
+MIN_TITLED_SHARE = 0.5  # share of rows that have a title, and share of distinct titles among these
+MIN_KNOWN_SHARE = 0.5  # share of times that must lie in these years; unknown times are often 0
 EARLIEST_YEAR, LATEST_YEAR = 1980, 2100
 DAYS = ("%m/%d/%Y", "%d/%m/%Y", "%d.%m.%Y", "%Y/%m/%d", "%Y.%m.%d", "%d-%m-%Y", "%m-%d-%Y", "%Y%m%d", "%m %d, %Y",
         "%d %b %Y", "%d-%b-%Y", "%d-%b-%y", "%b %d, %Y")  # fmt: skip
-MAX_TIME_CHARS = 40  # of a time as text
+MAX_TIME_CHARS = 40  # largest length of a time as text
 NUMBER_UNITS = (*sc.UNITS_PER_SECOND, "%Y%m%d", "%Y%m%d%H%M%S")
 HOURS = ("", " %H:%M", " %H:%M:%S", "T%H:%M:%S", " %I:%M %p", " %I:%M:%S %p", ", %I:%M:%S %p", ", %H:%M:%S")
-# Of e-mails, of C, of Twitter and Java, of the logs of web servers.
+# Formats of e-mails, C, Twitter and Java, and the logs of web servers.
 WHOLE_TIMES = ("%a, %d %b %Y %H:%M:%S %z", "%a %b %d %H:%M:%S %Y", "%a %b %d %H:%M:%S %z %Y", "%d/%b/%Y:%H:%M:%S %z")
 
 
@@ -51,7 +51,7 @@ def plain_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class SourceTable:
-    """One file of the user's: its name, columns, first rows, and how it is to be read (`SourceFiles`)."""
+    """A file of the user: its name, first rows, and the options for reading it (`SourceFiles`)."""
 
     name: str
     head: pa.Table
@@ -61,30 +61,30 @@ class SourceTable:
 
     @property
     def stem(self) -> str:
-        """The name without suffix or parts."""
+        """The name up to its first dot or slash."""
         return re.split(r"[./]", self.name)[0]
 
     def named(self, pattern: str, used: Iterable[str | None] = ()) -> list[str]:
-        """The columns whose name matches and is not used yet."""
+        """The columns with a name that matches a pattern and is not in `used`."""
         used = {*used}
         names = (name for name in self.head.column_names if name not in used)
         return [name for name in names if re.search(pattern, plain_name(name), re.IGNORECASE)]
 
     def values(self, column: str) -> list:
-        """Some values of a column that are there."""
+        """The values of a column in the first `NUM_ROWS` rows, without nulls."""
         return sc.plain_column(self.head[column].slice(0, NUM_ROWS)).drop_null().to_pylist()
 
     def is_text(self, column: str) -> bool:
         return sc.is_text(sc.plain_type(self.head[column].type))
 
     def is_id(self, column: str) -> bool:
-        """Whether a column can be an id: text or whole numbers, another one in each row."""
+        """Whether a column can be an id: text or whole numbers, with a different value in each row."""
         values, kind = self._ids(column), self.head[column].type
         is_id_type = sc.id_type(kind) is not None or pt.is_floating(sc.plain_type(kind)) or pt.is_decimal(kind)
         return is_id_type and 0 < len(values) == len(set(values)) and len(values) > 0.9 * self.head.num_rows
 
     def id_set(self, column: str) -> set[str]:
-        """The different values of a column as ids are compared: 12 is 12.0, as a text if all texts are so."""
+        """The distinct values of a column, as text to compare: 12.0 becomes 12, for text if all of it has that form."""
         return set(self._ids(column))
 
     def _ids(self, column: str) -> list[str]:
@@ -101,7 +101,7 @@ class SourceTable:
 
 @dataclass(frozen=True)
 class Guess:
-    """A guessed value and what it rests on; without a value, why there is none."""
+    """A guessed value and the reason for it; without a value, the reason why there is none."""
 
     value: str | None
     reason: str
@@ -113,16 +113,16 @@ class Guess:
 
 @dataclass(frozen=True)
 class Join:
-    """A column of the log and the id of its table, whose values are the same things."""
+    """An id column of the log, and the id column of the entity table that it refers to."""
 
     of_log: Guess
     id: Guess
 
 
 def guess_join(log: SourceTable, log_columns: Sequence[str], entities: SourceTable, id_columns: Sequence[str]) -> Join:
-    """The pair of columns, of the log and an id of its table, that shares most values or is named alike.
+    """The pair of a log column and an id column of its table that shares most values, or has the most likely names.
 
-    `id_columns` are names that ids have, the likeliest first; others are ids only if values of the log are in them.
+    `id_columns`: likely names of ids, the likeliest first; other columns are ids only if they have values of the log.
     """
     others = [name for name in entities.head.column_names if name not in id_columns]
     ids = [name for name in (*id_columns, *others) if entities.is_id(name)]
@@ -154,7 +154,7 @@ def _overlap(log: SourceTable, of_log: str, entities: SourceTable, of_id: str) -
 
 
 def guess_title(items: SourceTable, used: Iterable[str | None]) -> Guess:
-    """The title of items: text, of most rows, that differs between most of them."""
+    """The title column of items: text that most rows have, and that differs between most of them."""
     candidates, contradicted = [], []
     for place, name in enumerate(items.named(TITLE, used)):
         values = items.values(name)
@@ -183,9 +183,9 @@ class TimeGuess:
 
 
 def guess_time(log: SourceTable, used: Iterable[str | None]) -> TimeGuess:
-    """When interactions were: a column whose values are times of our days; one named otherwise has to be no number.
+    """The time column of interactions: its values are times of our days, and no numbers unless its name means a time.
 
-    The first that has hours, since days alone tell nothing of the order of a day's events; else the first.
+    The first such column with hours is taken, since days do not tell the order within a day; otherwise the first.
     """
     named, contradicted, days = log.named(TIME, used), [], None
     for name in [*named, *log.named("", [*used, *named])]:
@@ -212,9 +212,9 @@ def guess_time(log: SourceTable, used: Iterable[str | None]) -> TimeGuess:
 
 
 def _units(column: pa.Array) -> tuple[list[tuple[str, str, str]], bool]:
-    """Units by which most values are times of our days, with the first and the last day; several fit some texts.
+    """Units in which most values are times of our days, each with the first and the last day; several may fit text.
 
-    And whether, by the first of these, the values differ within a day.
+    Also returns whether a value has a time of day, in the first of these units.
     """
     column = sc.plain_column(column).drop_null()
     if not len(column) or pt.is_nested(column.type) or pt.is_boolean(column.type):
@@ -244,7 +244,7 @@ def _units(column: pa.Array) -> tuple[list[tuple[str, str, str]], bool]:
 
 
 def guess_rating(log: SourceTable, used: Iterable[str | None]) -> Guess | None:
-    """How interactions were rated: numbers that repeat."""
+    """The rating column of interactions: numbers that repeat; None if there is none."""
     for name in log.named(RATING, used):
         column = log.head[name].combine_chunks()
         if re.search(NO_LABEL, name) or pt.is_nested(column.type) or pt.is_temporal(column.type):
@@ -260,7 +260,7 @@ def guess_rating(log: SourceTable, used: Iterable[str | None]) -> Guess | None:
 
 
 def kinds_of(items: SourceTable, used: Iterable[str | None]) -> list[str]:
-    """What columns of text say of each item whose values repeat, as genres and categories do."""
+    """The values of text columns for each item, joined, if they repeat, as genres and categories do."""
     rows = items.head.slice(0, NUM_ROWS)
     columns = []
     for name in items.named("", used):
@@ -278,7 +278,7 @@ def kinds_of(items: SourceTable, used: Iterable[str | None]) -> list[str]:
 
 
 def guess_event(log: SourceTable, used: Iterable[str | None]) -> Guess | None:
-    """What was done: a few words that repeat."""
+    """The event column of interactions: a few values that repeat; None if there is none."""
     for name in log.named(EVENT, used):
         values, kind = log.values(name), sc.plain_type(log.head[name].type)
         different = sorted(set(values), key=str) if sc.is_text(kind) or pt.is_integer(kind) else []

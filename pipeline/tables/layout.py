@@ -1,8 +1,8 @@
-"""Which files of a folder hold the rows of a table, and which columns the names of its folders hold.
+"""Listing of the files in a folder that hold the rows of a table, and of the columns in the names of its folders.
 
-Sub-folders and Hive partitions (`date=2025-02-28/`) are read; of a table with several versions the current one
-(`versioned.py`). A folder that its writer has not finished is refused. Every other file is left out and named. Of a
-file at most the first four bytes are read here.
+Sub-folders and Hive partitions (`date=2025-02-28/`) are read; of a table with several versions, only the current one
+(`versioned.py`). A folder whose writer has not finished is refused. Every other file is left out and named. Of a file
+with rows, at most the first four bytes are read here.
 """
 
 import json
@@ -22,24 +22,24 @@ SUCCESS = "_SUCCESS"
 PARQUET = (".parquet", ".parq", ".pq")
 _CODECS = (".gz", ".gzip", ".snappy", ".zst", ".zstd", ".br", ".brotli", ".lz4")  # pandas writes `table.parquet.gzip`
 _CSV = re.compile(r"\.(csv|tsv)(\.(gz|bz2|zst|lz4))?$", re.IGNORECASE)
-# Of Hadoop, Spark, Hive, Impala, S3A, EMR and Kafka Connect.
+# Folders of unfinished jobs of Hadoop, Spark, Hive, Impala, S3A, EMR and Kafka Connect.
 _STAGING = re.compile(
     r"_temporary|_tmp.*|\.tmp.*|_staging|\.staging.*|\.spark-staging.*|\.hive-staging.*|_impala_insert_staging|"
     r"__magic.*|\.emrfs_staging.*|\+tmp"
 )
-# Of Hadoop, Flink, browsers, scp, rclone, gsutil, azcopy; and with a random ending those of rsync and the AWS CLI.
+# Unfinished files of Hadoop, Flink, browsers, scp, rclone, gsutil and azcopy; with a random ending, of rsync and AWS.
 _HALF_WRITTEN = re.compile(
     r".*\.(tmp|temp|partial|part|filepart|incomplete|crdownload|download|writing)|.*\._COPYING_|.*_\.gstmp|"
     r".*\.(inprogress|in-progress|pending)(\..*)?|\.azDownload-.*|\.distcp\.tmp\..*|"
     r".*\.(parquet|parq|pq|csv|tsv)\.(?=[a-z0-9]*[A-Z])[A-Za-z0-9]{6,8}"
 )
-_DATABASE_LOGS = ("-wal", "-shm", "-journal", ".wal")  # of a database that is being written, and is read with them
+_DATABASE_LOGS = ("-wal", "-shm", "-journal", ".wal")  # logs of a database in use, which are read with it
 _BOOKKEEPING = re.compile(rf"{SUCCESS}|_(common_)?metadata|_(started|committed)_.*|.*_\$folder\$")  # holds no rows
 
 
 @dataclass(frozen=True)
 class ListedFile:
-    """A file with rows. `partitions`: the text of columns that its folders' names hold; None for null."""
+    """A file with rows. `partitions`: the columns in the names of its folders, as text; None for null."""
 
     path: Path
     partitions: dict[str, str | None] = field(default_factory=dict)
@@ -47,14 +47,14 @@ class ListedFile:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a table in name order, and those that are left out, with the reason."""
+    """The files of a table in name order, and the files left out, each with the reason."""
 
     files: list[ListedFile]
     left_out: dict[Path, str]
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether a file is Parquet by its suffix; by its first bytes where it has none, or that of a codec behind it."""
+    """Whether a file is Parquet: by its suffix, or by its first bytes if it has none or one like `.parquet.gz`."""
     suffixes = ["", *(suffix.lower() for suffix in path.suffixes)]
     if suffixes[-1] in PARQUET:
         return True
@@ -71,10 +71,9 @@ def is_parquet_or_csv(path: Path) -> bool:
 def list_folder(
     folder: Path, table: str, has_rows: Callable[[Path], bool] = is_parquet, siblings: Iterable[Path] = ()
 ) -> Listing:
-    """All files with rows under a folder. `siblings` are folders that are written as this one is.
+    """All files with rows under a folder. If one of its `siblings` has `_SUCCESS`, the folder must have it, too.
 
-    Raises FaultyTable where a writer has not finished, files of several versions lie together, or the name of a
-    partition is no sound one.
+    Raises FaultyTable if a writer has not finished, several versions lie together, or a partition's name is invalid.
     """
     left_out: dict[Path, str] = {}
     if format_of(folder):
@@ -101,9 +100,9 @@ def list_folder(
 
 
 def list_pattern(source: Path, pattern: str, table: str) -> Listing:
-    """The files under a folder that a pattern matches, without hidden and empty ones; of a folder all with rows.
+    """The files that a pattern matches, without hidden and empty ones; for a folder, all files with rows in it.
 
-    Raises FaultyTable as `list_folder` does, for the folders in which the files lie.
+    Raises FaultyTable like `list_folder`, for the folders of the files.
     """
     parts = Path(pattern).parts
     num_fixed = next((number for number, part in enumerate(parts) if re.search(r"[*?\[]", part)), len(parts))
@@ -135,7 +134,7 @@ def list_pattern(source: Path, pattern: str, table: str) -> Listing:
 
 
 def unnamed_files(source: Path, listings: Iterable[Listing]) -> dict[Path, str]:
-    """What else lies in the folders that files were listed of: files and folders that no listing names."""
+    """The other files and sub-folders in the folders of listed files, with the reason why they are left out."""
     listings = list(listings)
     listed = {file.path for listing in listings for file in listing.files}
     left_out = {path: reason for listing in listings for path, reason in listing.left_out.items() if path not in listed}
@@ -143,7 +142,7 @@ def unnamed_files(source: Path, listings: Iterable[Listing]) -> dict[Path, str]:
     folders = {folder for path in listed for folder in _folders(path.parent, source)}
     for folder in sorted(folders):
         for path in sorted(folder.iterdir()):
-            # The mapping itself may lie there.
+            # The mapping itself may be there.
             is_silent = _BOOKKEEPING.fullmatch(path.name) or _is_checksum(path) or path.suffix in (".yaml", ".yml")
             if path not in listed | logs and path not in folders and not is_silent:
                 left_out.setdefault(path, "is not named by `files` of the mapping")
@@ -163,7 +162,7 @@ def name_left_out(left_out: dict[Path, str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Level:
-    """What lies directly in a folder: sub-folders to be read, files that may have rows, and what is left out."""
+    """The direct contents of a folder: sub-folders to read, files that may have rows, and what is left out."""
 
     folders: list[Path]
     files: list[Path]
@@ -212,7 +211,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _is_read_anyway(path: Path, root: Path) -> bool:
-    """Whether a file or folder lies under a root, and in no hidden folder there."""
+    """Whether a file or folder lies under a root, but in no hidden folder there."""
     return path.is_relative_to(root) and not any(map(_is_hidden, path.relative_to(root).parts))
 
 
@@ -221,7 +220,7 @@ def _is_checksum(path: Path) -> bool:
 
 
 def _require_checksum(path: Path, table: str) -> None:
-    """Refuse a folder in which the file of one of Hadoop's checksums is missing or shorter."""
+    """Refuse a checksum file of Hadoop whose data file is missing, or has a size that does not fit."""
     of = path.with_name(path.name[1:].removesuffix(".crc"))
     if not of.exists():
         raise _unfinished(table, f"{shown_path(path)} is the checksum of a file that is not there")
@@ -236,7 +235,7 @@ def _require_checksum(path: Path, table: str) -> None:
 
 
 def _removed_by_commits(folder: Path, table: str) -> set[str]:
-    """Names of files that commits of Databricks have replaced; FaultyTable for one that has not ended."""
+    """Names of files that Databricks commits have replaced. Raises FaultyTable for a commit that has not ended."""
     removed: set[str] = set()
     for path in sorted(folder.glob("_started_*")):
         if not path.with_name(path.name.replace("_started_", "_committed_", 1)).exists():
@@ -250,7 +249,7 @@ def _removed_by_commits(folder: Path, table: str) -> set[str]:
 
 
 def _require_success(folders: Iterable[Path], siblings: Iterable[Path], table: str) -> None:
-    """Refuse the first folder without `_SUCCESS` where a sibling has one."""
+    """Refuse the first folder without `_SUCCESS` if a sibling has one."""
     done = next((sibling for sibling in siblings if (sibling / SUCCESS).is_file()), None)
     open_one = next((folder for folder in folders if not (folder / SUCCESS).is_file()), None)
     if done is not None and open_one is not None:
@@ -264,12 +263,12 @@ def _unfinished(table: str, found: str) -> FaultyTable:
 
 
 def _folders(path: Path, root: Path) -> list[Path]:
-    """A folder and those above it, up to a root."""
+    """A folder and its parents, up to a root."""
     return [folder for folder in (path, *path.parents) if folder.is_relative_to(root)]
 
 
 def _partitions(folder: Path, root: Path, table: str) -> dict[str, str | None]:
-    """The columns in the names of the folders from a root down to one."""
+    """The columns in the names of folders, from below a root down to `folder`."""
     partitions: dict[str, str | None] = {}
     for part in reversed(_folders(folder, root)[:-1]):
         partitions |= _partition(part, partitions, table)
@@ -277,7 +276,7 @@ def _partitions(folder: Path, root: Path, table: str) -> dict[str, str | None]:
 
 
 def _partition(folder: Path, known: dict[str, str | None], table: str) -> dict[str, str | None]:
-    """The column in the name of a folder such as `city=K%C3%B6ln`; none of any other name."""
+    """The column in the name of a folder such as `city=K%C3%B6ln`; none for any other name."""
     key, is_partition, value = folder.name.partition("=")
     if not is_partition:
         return {}
@@ -295,7 +294,7 @@ def _partition(folder: Path, known: dict[str, str | None], table: str) -> dict[s
 
 
 def _require_plain(folders: Iterable[Path], table: str) -> None:
-    """Refuse folders in which a format keeps the files of several versions. Splits of a DatasetDict are folders."""
+    """Refuse folders of formats that keep several versions. A DatasetDict passes: each of its splits has a folder."""
     for folder in folders:
         if (kind := format_of(folder)) and kind != DATASET_DICT:
             raise versions_refused(folder, kind, table)

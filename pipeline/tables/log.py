@@ -1,10 +1,10 @@
-"""Interactions as arrays of fixed width: appended batch by batch, put in order in place, then a table over the arrays.
+"""Interactions as fixed-width arrays: appended batch by batch, sorted in place, then wrapped as a table.
 
-The arrays lie in mapped files, so that a process's own memory grows with the number of distinct ids alone. Nothing is
-known here of the files of tables.
+The arrays lie in mapped files, so that a process's own memory grows only with the number of distinct ids. This module
+does not know the files of the tables.
 
-What orders rows and finds exact copies takes arrays of equal length, by the names of their columns: `timestamp` int64,
-`user_id` and `item_id` codes that ascend as the ids do, and others, (n,) or (n, k).
+Functions that sort rows or find exact copies take arrays of equal length by column name: `timestamp` int64, `user_id`
+and `item_id` codes that ascend with the ids, and other columns, (n,) or (n, k).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,14 +19,14 @@ from laserbatch.pipeline.tables.schema import ID_COLUMNS, REQUIRED_COLUMNS
 from laserbatch.retrieval_pools.ids import IdCodes
 from laserbatch.retrieval_pools.mapped import MappedFiles
 
-NULL_TIME = np.iinfo(np.int64).max  # so that it comes last
+NULL_TIME = np.iinfo(np.int64).max  # sorts last
 ROWS_AT_ONCE = 256 * 1024
 MAX_RANGES = 2**16
 Rows = Mapping[str, np.ndarray]
 
 
 class StoredLog:
-    """Rows of interactions. `kinds`: the types of columns; text that is no id is of few words, or of none (null)."""
+    """Rows of interactions. `kinds`: column types; text other than ids has few distinct values, or none (type null)."""
 
     def __init__(self, kinds: Mapping[str, pa.DataType], max_rows: int, files: MappedFiles) -> None:
         self.num_rows, self._files, self._kinds = 0, files, kinds
@@ -40,40 +40,40 @@ class StoredLog:
         }  # fmt: skip
 
     def append(self, columns: Mapping[str, pa.Array]) -> None:
-        """Add rows of all columns, each of its type; words may be of type null."""
+        """Add rows, with all columns in their types; words may be of type null."""
         at = slice(self.num_rows, self.num_rows + len(columns["timestamp"]))
         for name, values in columns.items():
             (self._coded | self._fixed)[name].write(at, values)
         self.num_rows = at.stop
 
     def see(self, column: str, ids: pa.Array) -> None:
-        """Have the ids of rows that are not added among those of `sort_ids`."""
+        """Include the ids of rows that are not added in the result of `sort_ids`."""
         self._coded[column].codes_of(ids)
 
     def sort_ids(self) -> dict[str, pa.ChunkedArray]:
-        """Make codes ascend with the ids of rows. Returns all ids by column, those that were seen too; null last."""
+        """Renumber codes to ascend with the ids of rows. Returns all ids by column, also those only seen; null last."""
         return {name: self._coded[name].sort(self.num_rows, self._files) for name in ID_COLUMNS.values()}
 
     def dictionary(self, column: str) -> pa.Array:
-        """The ids of the rows after `sort_ids`: their codes are places in it, the next code is that of null."""
+        """The ids of the rows after `sort_ids`: a code is a place in it, and the next code means null."""
         return self._coded[column].dictionary
 
     def rows(self) -> dict[str, np.ndarray]:
-        """The rows as arrays, codes for ids and words; numbers and times beside whether each is null."""
+        """The rows as arrays: codes for ids and words; numbers and times, each with an array `<name> is null`."""
         arrays = {name: column.codes for name, column in self._coded.items()}
         for name, column in self._fixed.items():
             arrays |= {name: column.values, f"{name} is null": column.is_null}
         return {name: array[: self.num_rows] for name, array in arrays.items()}
 
     def to_table(self, num_rows: int) -> pa.Table:
-        """The first rows, which are not copied."""
+        """The first `num_rows` rows as a table, without copying them."""
         columns = {name: column.to_arrow(num_rows) for name, column in (self._coded | self._fixed).items()}
         nulls = {name: pa.nulls(num_rows, pa.string()) for name, kind in self._kinds.items() if pt.is_null(kind)}
         return pa.table({name: (columns | nulls)[name] for name in self._kinds})
 
 
 class _Coded:
-    """A column of ids or words: int32 codes, places in `dictionary`; null is -1, or the code after sorted ids."""
+    """A column of ids or words: int32 codes, places in `dictionary`; null is -1, or after `sort` the next code."""
 
     def __init__(self, kind: pa.DataType, max_rows: int, files: MappedFiles) -> None:
         self.codes = files.empty((max_rows,), np.dtype(np.int32))
@@ -103,7 +103,7 @@ class _Coded:
         places = np.empty(len(ids) + 1, np.int32)
         places[order], places[-1] = np.cumsum(occurs, dtype=np.int32) - 1, np.count_nonzero(occurs)
         for at in slices(num_rows):
-            codes[at] = places[codes[at]]  # -1 is the last place, that of null
+            codes[at] = places[codes[at]]  # code -1 takes the last place, that of null
         self._sorted = ids if occurs.all() else files.array(ids.filter(pa.array(occurs)))
         return pa.chunked_array([ids, pa.nulls(int(self._has_null), ids.type)])
 
@@ -115,7 +115,7 @@ class _Coded:
 
 
 class _Fixed:
-    """A column of times or numbers: their bits as integers, (n,), or (n, k) where they have more than eight bytes."""
+    """A column of times or numbers, their bits as integers: (n,), or (n, k) for values of more than eight bytes."""
 
     def __init__(self, kind: pa.DataType, max_rows: int, files: MappedFiles, null_value: int) -> None:
         self._kind, self._null_value = kind, null_value
@@ -142,7 +142,7 @@ class _Fixed:
 
 
 def _validity(num_rows: int, is_valid: Callable[[slice], np.ndarray]) -> pa.Buffer | None:
-    """Arrow's bitmap of the rows that are not null; None where all are."""
+    """Arrow's bitmap of the rows that are not null; None if no row is null."""
     bitmap, num_valid = [], 0
     for at in slices(num_rows):
         part = is_valid(at)
@@ -152,25 +152,25 @@ def _validity(num_rows: int, is_valid: Callable[[slice], np.ndarray]) -> pa.Buff
 
 
 def only_chunk(column: pa.ChunkedArray) -> pa.Array:
-    """A column as one array, which is not copied where it is one already."""
+    """A column as one array, without a copy if it has one chunk."""
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
 def codes_of(ids: pa.DictionaryArray) -> np.ndarray:
-    """int32[n], one more than there are for null."""
+    """The codes of ids, int32[n]; null gets the code after the last id."""
     return (ids.indices.fill_null(len(ids.dictionary)) if ids.null_count else ids.indices).to_numpy()
 
 
 def slices(num_rows: int) -> Iterator[slice]:
-    """All rows, so many at once."""
+    """Slices of all rows, at most `ROWS_AT_ONCE` each."""
     return (slice(start, min(start + ROWS_AT_ONCE, num_rows)) for start in range(0, num_rows, ROWS_AT_ONCE))
 
 
 def in_order(rows: Rows, files: MappedFiles) -> Iterator[Rows]:
-    """The rows by time, user, item, those of a moment in one block; equal ones as they came.
+    """Blocks of the rows in order of time, user and item; the sort is stable, and rows of one moment are in one block.
 
-    A block is read from `rows` when it is asked for, so those before it may be written over. Rows that do not come in
-    order of time are moved to `files` first, those of a range of times next to each other.
+    A block is read from `rows` on demand, so that the rows of earlier blocks may be overwritten. Rows that are not in
+    order of time are first moved to `files`, grouped by ranges of time.
     """
     times = rows["timestamp"]
     num_rows, stops = len(times), None
@@ -180,7 +180,7 @@ def in_order(rows: Rows, files: MappedFiles) -> Iterator[Rows]:
     start = 0
     while start < num_rows:
         last = min(start + ROWS_AT_ONCE, num_rows) - 1
-        # The first range that ends there; in sorted times the end of a moment.
+        # The end of the first range that ends after `last`; if times are sorted, the end of its moment.
         stop = int(np.searchsorted(times, times[last], "right") if stops is None else stops[stops > last][0])
         order = _order_within(*(rows[name][start:stop] for name in ("timestamp", *ID_COLUMNS.values())))
         yield {
@@ -190,7 +190,7 @@ def in_order(rows: Rows, files: MappedFiles) -> Iterator[Rows]:
 
 
 def _in_ranges(rows: Rows, files: MappedFiles) -> tuple[Rows, np.ndarray]:
-    """The rows with those of a range of times next to each other, in order of ranges; and where each range ends."""
+    """The rows grouped by ranges of time, in order of the ranges; and the end of each range."""
     times = rows["timestamp"]
     num_rows = len(times)
     num_ranges = min(-(-2 * num_rows // ROWS_AT_ONCE), MAX_RANGES)
@@ -200,7 +200,7 @@ def _in_ranges(rows: Rows, files: MappedFiles) -> tuple[Rows, np.ndarray]:
     for at in slices(num_rows):
         counts += np.bincount(np.searchsorted(bounds, times[at], "right"), minlength=len(counts))
     stops = np.cumsum(counts)
-    ends = stops - counts  # of what is there of each range
+    ends = stops - counts  # end of the rows moved so far, for each range
     moved = {name: files.empty(values.shape, values.dtype) for name, values in rows.items()}
     for at in slices(num_rows):
         range_of = np.searchsorted(bounds, times[at], "right").astype(np.uint16)
@@ -213,12 +213,12 @@ def _in_ranges(rows: Rows, files: MappedFiles) -> tuple[Rows, np.ndarray]:
 
 
 def _beside(is_alike: np.ndarray) -> np.ndarray:
-    """The places that are like the next or the one before; `is_alike`, bool[n - 1], is of neighbours."""
+    """Places of rows that are like a neighbour; `is_alike`, bool[n - 1], compares each row with the next."""
     return np.flatnonzero(np.append(is_alike, False) | np.append(False, is_alike))
 
 
 def _order_within(times: np.ndarray, user: np.ndarray, item: np.ndarray) -> np.ndarray | None:
-    """The order of some rows by time, user, item, equal ones as they come, int64[n]; None: as they are."""
+    """The stable order of some rows by time, user, item: int64[n]; None if they are in order already."""
     order = None
     if np.any(times[1:] < times[:-1]):
         order = np.argsort(times, kind="stable")
@@ -234,9 +234,9 @@ def _order_within(times: np.ndarray, user: np.ndarray, item: np.ndarray) -> np.n
 
 
 def alike(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-    """Which of the rows in order have the time, user and item of a row beside them, and the run that each is in.
+    """Find the sorted rows that have the same time, user and item as a neighbour.
 
-    Two int64[n]: places, ascending; and numbers that rows share which are alike.
+    Returns two int64[n]: their places, ascending, and the number of the run of alike rows that each is in.
     """
     required = (rows[name] for name in REQUIRED_COLUMNS["interactions"])
     is_alike = np.logical_and.reduce([values[1:] == values[:-1] for values in required])
@@ -245,7 +245,7 @@ def alike(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
 
 
 def exact_copies(rows: Rows) -> np.ndarray:
-    """Which of the rows in order are equal to an earlier one in every column: bool[n]."""
+    """Whether each of the sorted rows is equal to an earlier one in every column: bool[n]."""
     is_copy = np.zeros(len(rows["timestamp"]), bool)
     places, run_of = alike(rows)
     # Rows of one moment, user and item are next to each other, but those of one rating and event need not be.
@@ -255,19 +255,19 @@ def exact_copies(rows: Rows) -> np.ndarray:
 
 
 def equal_to_earlier(keys: Sequence[np.ndarray]) -> np.ndarray:
-    """Which rows are equal to an earlier one in all keys, each (n,): bool[n]."""
+    """Whether each row is equal to an earlier one in all keys, each (n,): bool[n]."""
     order, is_equal = np.lexsort(keys), np.zeros(len(keys[0]), bool)
     is_equal[order[1:]] = np.logical_and.reduce([key[order][1:] == key[order][:-1] for key in keys])
     return is_equal
 
 
 def _sorted_within(times: np.ndarray, user: np.ndarray, item: np.ndarray) -> np.ndarray:
-    """The order by time, user, item of rows that come in order of time; int64[n]."""
+    """The order by time, user, item of rows that are in order of time already: int64[n]."""
     if not len(times):
         return np.zeros(0, np.int64)
     num_users, num_items = int(user.max()) + 1, int(item.max()) + 1
     moment = np.concatenate([[0], np.cumsum(times[1:] != times[:-1])])
-    at_once = np.iinfo(np.int64).max // (num_users * num_items)  # moments that one number tells from each other
+    at_once = np.iinfo(np.int64).max // (num_users * num_items)  # number of moments for which keys fit into int64
     order = np.empty(len(times), np.int64)
     starts = np.searchsorted(moment, np.arange(0, moment[-1] + 1, at_once)).tolist()
     for start, stop in pairwise([*starts, len(times)]):

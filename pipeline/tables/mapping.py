@@ -1,7 +1,7 @@
-"""Import of any Parquet or CSV files by a mapping: which column becomes which.
+"""Import of any Parquet or CSV files, or rows of queries, by a mapping of columns.
 
-The source is read in batches and written as it is read, so tables larger than memory work. What comes out is judged by
-`check.py`.
+The source is read in batches and written as it is read, so tables larger than memory work. `check.py` judges what comes
+out.
 """
 
 from collections import Counter
@@ -36,11 +36,11 @@ from laserbatch.pipeline.validation import nearest, read_yaml, validated
 
 NUM_EXAMPLES = 3
 Progress = Callable[[int, str], object]
-ColumnsOf = Callable[[SourceBatch, str, Any], dict[str, pa.Array]]  # of a batch for a table, as its mapping says
+ColumnsOf = Callable[[SourceBatch, str, Any], dict[str, pa.Array]]  # (batch, table, its mapping) -> columns
 
 
 def load_mapping(path: Path | str) -> ImportMapping:
-    """Read a mapping; ConfigError where it is missing, no YAML, or has a key or value that it should not have."""
+    """Read a mapping. Raises ConfigError if it is missing, is not YAML, or has a key or value that is not valid."""
     data = read_yaml(Path(path), "mapping", "copy configs/import_example.yaml and adapt it")
     return validated(ImportMapping, data, f"the mapping {path}", "; configs/import_example.yaml explains every key")
 
@@ -54,10 +54,10 @@ def import_mapped(
 ) -> dict[str, int]:
     """Make the three tables from the files of a folder.
 
-    `progress` is called with the number of rows that were read, and their table; `note` with each sentence about what
-    was read and leaves a doubt, or was left out. Returns how many rows the mapping's
-    rules left out, by table and rule: "interactions of unknown user_id". Raises TableError, which names file, column,
-    row and value, where a file or column is not there, or a value cannot be converted.
+    `progress` is called with a number of rows read and their table; `note` with sentences about doubtful data and about
+    what was left out. Returns the number of rows that the mapping's rules left out, by table and rule: "interactions of
+    unknown user_id". Raises TableError, which names file, column, row and value, if a file or column is missing, or if
+    a value cannot be converted.
     """
     notes: dict[str, None] = {}
     work = _Import(mapping, Path(source), Path(out), progress, notes.setdefault)
@@ -83,7 +83,7 @@ def import_mapped(
 
 @dataclass
 class _Unknown:
-    """How many interactions are of ids that no table lists, with examples of those and of the listed ones."""
+    """The number of interactions with ids that no table lists, and examples of those ids and of listed ones."""
 
     listed: list
     examples: list = field(default_factory=list)
@@ -93,7 +93,7 @@ class _Unknown:
 
 @dataclass
 class _Times:
-    """The numbers of a column of times: the first file, their unit, the least and the greatest."""
+    """A column of times that are numbers: its first file, their unit, the least and the greatest of them."""
 
     file: Path
     unit: str
@@ -111,21 +111,21 @@ class _Import:
     out: Path
     progress: Progress | None
     note: Callable[[str], object]
-    whole: frozenset[str] = frozenset()  # columns of ids in which 123.0 is 123
+    whole: frozenset[str] = frozenset()  # id columns in which 123.0 is read as 123
     dropped: Counter[str] = field(default_factory=Counter)
-    forms: dict[tuple[str, Path], Counter] = field(default_factory=dict)  # how ids of a column are written in a file
+    forms: dict[tuple[str, Path], Counter] = field(default_factory=dict)  # counts of forms of ids, by column and file
     times: dict[tuple[str, str], "_Times"] = field(default_factory=dict)  # by table and column of the source
     unknown: dict[str, "_Unknown"] = field(default_factory=dict)  # by column of interactions
 
     def write_all(self) -> dict[str, pa.Array]:
-        """Write the three tables, users only if they are mapped; returns the ids of interactions by column."""
+        """Write the three tables, users only if they are mapped. Returns the ids of interactions by column."""
         known = {"item_id": self.write("items", self.mapping.items, self.entity_columns)["item_id"]}
         if self.mapping.users is not None:
             known = {"user_id": self.write("users", self.mapping.users, self.entity_columns)["user_id"]} | known
         return self.write("interactions", self.mapping.interactions, self.interaction_columns, known)
 
     def whole_ids(self) -> frozenset[str]:
-        """Columns of ids that are whole numbers in all files, in one or more of them written as 123.0 throughout."""
+        """Id columns with whole numbers in all files, where at least one file writes all of them as 123.0."""
         columns = frozenset()
         for column in ID_COLUMNS.values():
             forms = [form for (of_column, _), form in self.forms.items() if of_column == column]
@@ -134,7 +134,7 @@ class _Import:
         return columns
 
     def ids_of(self, batch: SourceBatch, column: str, source: str) -> pa.Array:
-        """The ids of a batch for a column of the tables, from one of the source."""
+        """The ids of a batch for a column of the tables, from the column `source`; their forms are counted."""
         ids = batch.ids(source, getattr(self.mapping.ids, column), column in self.whole)
         form, distinct = self.forms.setdefault((column, batch.file), Counter()), pc.unique(ids.drop_null())
         if distinct.type == pa.string():
@@ -147,7 +147,7 @@ class _Import:
         return ids
 
     def times_of(self, batch: SourceBatch, table: str, source: SourceTime) -> pa.Array:
-        """The times of a batch; numbers without a unit are in the one that the first batch leaves, all of them."""
+        """The times of a batch. Without a given unit, the first batch decides the unit of all numbers in the column."""
         name, span = source.column, batch.numbers(source.column)
         if span is None:
             return batch.timed(name, source.unit or "s")
@@ -163,7 +163,7 @@ class _Import:
         return batch.timed(name, times.unit)
 
     def judge_times(self, table: str) -> None:
-        """Say which units were inferred. Raises TableError where numbers that were read as seconds look like dates."""
+        """Note which units were inferred. Raises TableError if numbers that were read as seconds look like dates."""
         for (of_table, name), times in self.times.items():
             if of_table != table:
                 continue
@@ -182,7 +182,7 @@ class _Import:
     def write(
         self, table: str, files: SourceFiles, columns_of: ColumnsOf, known: Mapping[str, pa.Array] | None = None
     ) -> dict[str, pa.Array]:
-        """Write a table; returns the ids in it by column. `known` are those that its rows may be about."""
+        """Write a table and return the ids in it by column. `known`: by column, the ids that its rows may have."""
         ids: dict[str, list[pa.Array]] = {}
 
         def batches() -> Iterator[tuple[Path, pa.RecordBatch]]:
@@ -278,7 +278,7 @@ class _Import:
         return rows
 
     def require_known(self, mapping: InteractionMapping) -> None:
-        """Name ids of interactions that are in no table. Raises TableError where more are than the mapping allows."""
+        """Note ids of interactions that are in no table. Raises TableError if they are more than the mapping allows."""
         for column, unknown in self.unknown.items():
             found = (
                 f"table interactions: {unknown.num_unknown:,} of {unknown.num_rows:,} rows are of a {column} that "
@@ -300,7 +300,7 @@ class _Import:
 
 
 def _alike(rows: pa.RecordBatch, file: Path, first: pa.Schema, first_file: Path, table: str) -> pa.RecordBatch:
-    """The rows; raises TableError where they have other columns than the first, or values not of its types."""
+    """The same rows. Raises TableError if they have other columns than the first rows, or values not of their types."""
     for column in dict.fromkeys([*first.names, *rows.schema.names]):
         try:
             rows[column].cast(first.field(column).type)

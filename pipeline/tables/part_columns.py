@@ -1,4 +1,4 @@
-"""The columns of a table's files in their plain types, without the rows of entities that were created after a day."""
+"""The columns of a table's files in plain types, without the rows of entities created after a day."""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -22,16 +22,16 @@ from laserbatch.retrieval_pools.mapped import MappedFiles
 
 @dataclass(frozen=True)
 class OpenPart:
-    """A file of a table: which of its rows are read; None: all."""
+    """A file of a table. `mask`: the rows that `read` reads; None: all."""
 
     file: TablePart
     metadata: pq.FileMetaData
     schema: pa.Schema
-    units: dict[str, str]  # of integer times that are no seconds
+    units: dict[str, str]  # by column, of integer times other than seconds
     mask: pa.Array | None = None
 
     def read(self, name: str) -> pa.ChunkedArray:
-        """A column, as it is in the file; null where it has none."""
+        """The rows of a column that are read, with times in their unit; nulls if the file does not have it."""
         if name not in self.schema.names:
             return pa.chunked_array([pa.nulls(self.metadata.num_rows if self.mask is None else self.mask.true_count)])
         with self.file.open(self.metadata) as opened:
@@ -39,14 +39,14 @@ class OpenPart:
         return values if self.mask is None else values.filter(self.mask)
 
     def batches(self, names: Collection[str], batch_size: int = BATCH_ROWS) -> Iterator[dict[str, pa.Array]]:
-        """All rows, of those of some columns that the file has."""
+        """All rows of the file, whatever the mask, with the columns in `names` that it has."""
         with self.file.open(self.metadata) as opened:
             for batch in opened.iter_batches(batch_size, columns=[name for name in names if name in self.schema.names]):
                 yield {name: in_unit(batch[name], self.units.get(name, "s")) for name in batch.schema.names}
 
 
 def open_parts(path: Path, table: str, note: Callable[[Finding], object] = lambda finding: None) -> list[OpenPart]:
-    """Open the files of a table; `note` as in `require_units`. Raises FaultyTable where a schema is refused."""
+    """Open the files of a table; `note` as in `require_units`. Raises FaultyTable for a schema with faults."""
     files = table_parts(path, table)
     units = require_units(table, [file.path for file in files], note)
     parts = []
@@ -59,12 +59,12 @@ def open_parts(path: Path, table: str, note: Callable[[Finding], object] = lambd
 
 
 def names_in(parts: list[OpenPart], is_read: Callable[[str], bool]) -> list[str]:
-    """Names of columns that any of the files has, each once."""
+    """Names of columns that `is_read` accepts and any of the files has, each once."""
     return list(dict.fromkeys(name for part in parts for name in part.schema.names if is_read(name)))
 
 
 def _cut(part: OpenPart, table: str, cutoff: pa.Scalar | None) -> OpenPart:
-    """A file of users or items without those that were created later."""
+    """A file of users or items, without the rows created at or after `cutoff`."""
     if cutoff is None or CREATED_AT not in part.schema.names or pt.is_null(part.schema.field(CREATED_AT).type):
         return part
     with naming_file(table, part.file.path):
@@ -75,7 +75,7 @@ def _cut(part: OpenPart, table: str, cutoff: pa.Scalar | None) -> OpenPart:
 
 
 def require_times(table: str, part: OpenPart, column: str, values: pa.ChunkedArray | pa.Array) -> None:
-    """Refuse integers that are no seconds, before the cut by date leaves them out, or keeps them."""
+    """Refuse integers out of the range of seconds, before the cut by date drops or keeps their rows."""
     if pt.is_integer(values.type):
         ends = pa.array([*pc.min_max(values).as_py().values()], values.type)
         if pc.any(IN_RANGE.broken(ends)).as_py():
@@ -85,7 +85,7 @@ def require_times(table: str, part: OpenPart, column: str, values: pa.ChunkedArr
 
 
 def read_column(parts: list[OpenPart], table: str, name: str) -> pa.ChunkedArray:
-    """A column of all files in its plain type; text where none has a value."""
+    """A column of all files in its plain type; text if no file has a value."""
     values = []
     for part in parts:
         with naming_file(table, part.file.path):
@@ -101,7 +101,7 @@ def read_column(parts: list[OpenPart], table: str, name: str) -> pa.ChunkedArray
 
 @contextmanager
 def files_alike(table: str) -> Iterator[None]:
-    """Have what Arrow refuses in the block say that files differ in a type."""
+    """Turn errors of Arrow in the block into a TableError: files differ in a type."""
     try:
         yield
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
@@ -111,7 +111,7 @@ def files_alike(table: str) -> Iterator[None]:
 
 
 def read_table(path: Path, name: str, cutoff: pa.Scalar | None, files: MappedFiles | None = None) -> pa.Table:
-    """The columns of users or items that have a role, in files or in memory."""
+    """The users or items created before `cutoff` (None: all), in mapped `files` or in memory."""
     parts = [_cut(part, name, cutoff) for part in open_parts(path, name)]
     columns = {}
     for column in names_in(parts, lambda column: role_of(name, column) is not None):
@@ -124,7 +124,7 @@ def read_table(path: Path, name: str, cutoff: pa.Scalar | None, files: MappedFil
 
 @contextmanager
 def naming_file(table: str, file: Path) -> Iterator[None]:
-    """Have what Arrow or the disk refuses in the block name the file and its table."""
+    """Turn errors of Arrow or the disk in the block into a FaultyTable that names the file and its table."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:

@@ -1,7 +1,6 @@
-"""The Parquet files of a table, read with the columns that the names of their folders hold (Hive partitions).
+"""The Parquet files of a table, read with the columns in the names of their folders (Hive partitions).
 
-A column that is in a file and in the name of its folder must have one value there. What lies in a folder is said in
-`layout.py`.
+A column that is both in a file and in the name of its folder must have one value there. `layout.py` lists folders.
 """
 
 import datetime
@@ -25,31 +24,31 @@ _INTEGER, _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)"), re.compile(r"-?(0|[1-9][0-
 
 @dataclass(frozen=True)
 class TablePart:
-    """One file of a table. `partitions`: the value of each column that the names of its folders hold."""
+    """One file of a table. `partitions`: the value of each column in the names of its folders."""
 
     path: Path
     table: str
     partitions: dict[str, pa.Scalar]
 
     def name_in(self, root: Path) -> str:
-        """Its path within the folder of the tables; of a current version (`versioned.py`) as if it lay there."""
+        """The file's path within the folder of the tables; a current version (`versioned.py`) counts as lying in it."""
         return self.path.relative_to(root if self.path.is_relative_to(root) else self.path.parents[1]).as_posix()
 
     def schema(self) -> pa.Schema:
-        """Its columns, those of its folders last."""
+        """The columns of the file, followed by those of its folders."""
         return self.schema_of(pq.read_schema(self.path))
 
     def open(self, metadata: pq.FileMetaData | None = None) -> "PartFile":
-        """Open a Parquet file for reading; `metadata` is what an earlier one has read."""
-        # Arrow would keep in memory what it reads ahead, until the whole file has been read.
+        """Open the file for reading; `metadata` is what an earlier `PartFile` has read."""
+        # With `pre_buffer`, Arrow would keep what it reads ahead in memory until the whole file has been read.
         return PartFile(
             self, pq.ParquetFile(self.path, metadata=metadata, pre_buffer=False, page_checksum_verification=True)
         )
 
     def with_partitions(self, rows: pa.RecordBatch, first_row: int, names: Sequence[str]) -> pa.RecordBatch:
-        """Rows of the file, which begin at `first_row`, with those columns of its folders that are among `names`.
+        """Rows of the file, which begin at `first_row`, with the columns `names`, also those of its folders.
 
-        Raises FaultyTable where a column has another value in the file than in the name of its folder.
+        Raises FaultyTable if a column has another value in the file than in the name of its folder.
         """
         if not self.partitions:
             return rows
@@ -63,7 +62,7 @@ class TablePart:
         return pa.record_batch([columns[name] for name in names], schema=pa.schema([fields.field(n) for n in names]))
 
     def schema_of(self, schema: pa.Schema) -> pa.Schema:
-        """The columns of a file and, behind them, those of its folders that it does not have itself."""
+        """The columns of a file, followed by those of its folders that it does not have itself."""
         for name, value in self.partitions.items():
             if name not in schema.names:
                 schema = schema.append(pa.field(name, value.type))
@@ -89,13 +88,13 @@ class TablePart:
 
 
 class PartFile:
-    """An open Parquet file of a table, to be closed: as `pq.ParquetFile`, with the columns of its folders."""
+    """An open Parquet file of a table, to be closed: like `pq.ParquetFile`, with the columns of its folders."""
 
     def __init__(self, part: TablePart, file: pq.ParquetFile) -> None:
         self._part, self._file = part, file
         self.metadata: pq.FileMetaData = file.metadata
         self.schema_arrow = part.schema_of(file.schema_arrow)
-        self.doubled = frozenset(file.schema_arrow.names) & part.partitions.keys()  # in the file and in its folders
+        self.doubled = frozenset(file.schema_arrow.names) & part.partitions.keys()  # in the file and in folder names
 
     def __enter__(self) -> "PartFile":
         return self
@@ -106,13 +105,13 @@ class PartFile:
     def iter_batches(
         self, batch_size: int = BATCH_ROWS, columns: Sequence[str] | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Its rows, of all columns or some."""
+        """The rows of the file, with all columns or some."""
         if not self._part.partitions:
             yield from self._file.iter_batches(batch_size, columns=columns)
             return
         names, first_row = self.schema_arrow.names if columns is None else list(columns), 0
         in_file = self._file.schema_arrow.names
-        # Without a column a batch has no rows, so the first one is read for their number.
+        # A batch without columns has no rows, so the first column is read for their number.
         read = [name for name in names if name in in_file] or in_file[:1]
         for rows in self._file.iter_batches(batch_size, columns=read):
             yield self._part.with_partitions(rows, first_row, names)
@@ -130,7 +129,7 @@ class PartFile:
 
 
 def typed_parts(files: Sequence[ListedFile], table: str, as_text: bool = False) -> list[TablePart]:
-    """The files of a table as parts. A partition column has one type in all of them, that of text if `as_text`."""
+    """The files of a table as parts. A partition column has the same type in all of them; text if `as_text`."""
     texts: dict[str, list[str]] = {}
     for file in files:
         for name, text in file.partitions.items():
@@ -147,7 +146,7 @@ def typed_parts(files: Sequence[ListedFile], table: str, as_text: bool = False) 
 
 
 def partition_type(texts: Sequence[str]) -> pa.DataType:
-    """The type of a partition column: a number or a day only where that loses no character of any value; else text."""
+    """The type of a partition column: a number or a day only if no value loses a character by it, otherwise text."""
     if texts and all(_INTEGER.fullmatch(text) and -(2**63) <= int(text) < 2**63 for text in texts):
         return pa.int64() if all(str(int(text)) == text for text in texts) else pa.string()
     if texts and all(_NUMBER.fullmatch(text) and repr(float(text)) in (text, f"{text}.0") for text in texts):

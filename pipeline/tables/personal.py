@@ -1,9 +1,9 @@
-"""Which attributes look like personal data or secrets, by the name of their column or by its values.
+"""Attributes that look like personal data or secrets, by the name of their column or by its values.
 
-Prompts do not show them unless they are named (`Columns.shown`). A name decides alone, so that a column does not come
-and go with its rows; values decide if a large share of the column has one form. Of users everything is looked for that
-tells who or where somebody is, of items, which are public, only credentials, bank details and e-mail addresses: a name,
-an author, the address of a venue, a code of digits or the phone that a case fits are what items are described by.
+Prompts show them only if they are named (`Columns.shown`). A name is enough, so that a column does not come and go with
+its rows; values count if a large share of them has one form. Attributes of users are searched for everything that tells
+who or where somebody is. Attributes of items are public and are searched only for credentials, bank details and e-mail
+addresses: names, authors, a venue's address, codes of digits or the phone that a case fits describe items.
 """
 
 import ipaddress
@@ -20,11 +20,11 @@ import pyarrow.types as pt
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.tables.schema import ENTITY_TABLES, attribute_columns, plain_column
 
-MAX_VALUES = 10_000  # of a column that are looked at: all of them, or those of rows that are evenly spread
-MAX_CHARS = 2_000  # of a value
-MIN_SHARE = 0.3  # of the values, of a form that nothing else has
-MIN_DIGITS_SHARE = 0.9  # of the values, of a form that other numbers have by chance
-MIN_FLAG_SHARE = 0.95  # of yes and no, which say whether somebody has an address and not which
+MAX_VALUES = 10_000  # values of a column that are examined; if it has more, evenly spread ones
+MAX_CHARS = 2_000  # characters of a value that are examined
+MIN_SHARE = 0.3  # share of values in a form that only personal data have
+MIN_DIGITS_SHARE = 0.9  # share of values in a form that other numbers may have by chance
+MIN_FLAG_SHARE = 0.95  # share of yes or no: such a column says whether somebody has an address, not which
 MIN_NUMBER = 10_000  # a column whose numbers are all smaller counts e-mails, tokens or phones
 FLAGS = frozenset(
     ["y", "n", "yes", "no", "t", "f", "true", "false", "0", "1", "0.0", "1.0", "j", "ja", "nein", "oui", "non"]
@@ -35,15 +35,15 @@ FLAGS = frozenset(
 class _Kind:
     """One kind of personal data.
 
-    `words` is a pattern of names in lower case with underscores, which other words may precede; `whole` is one of names
-    that only a word for a person may precede.
+    `words`: a pattern for names in lower case with underscores, which any words may precede. `whole`: a pattern for
+    names that only a word for a person may precede.
     """
 
     what: str
     words: str = "(?!)"
     whole: str = "(?!)"
-    of_items: str | None = None  # what of `words` is looked for in names of items; None: nothing
-    is_number: bool = False  # whether small numbers can be of it
+    of_items: str | None = None  # the pattern in place of `words` for items; None: nothing
+    is_number: bool = False  # whether small numbers can be of this kind
 
 
 _EMAIL = (
@@ -123,7 +123,7 @@ _KINDS = (
     _Kind("sensitive data", _SENSITIVE, is_number=True),
     _Kind("profiles elsewhere", _PROFILE),
 )
-# Words behind a kind that leave it what it is: phone_number, but not phone_model; email_hash, but not email_verified.
+# Words that may follow a kind: phone_number, but not phone_model; email_hash, but not email_verified.
 _BEHIND = (
     r"(_?(numbers?|num|no|nr|nummer|id|ids|address|adresse|hash|hashed|digest|md5|sha\d*|bcrypt|encrypted|enc|value|text|"
     r"raw|primary|secondary|home|work|private|current|normali[sz]ed|clean|masked|e164|at|on|date|time|ts|timestamp|utc|\d))*"
@@ -136,7 +136,7 @@ _IS_FLAG = (
     r"(has|have|is|was|num|n|count|nb|number_of|no_of|total|days_since|since|wants?|accepts?|allows?|opt|uses?)_.*"
 )
 
-# Forms of whole values. A form in `_BY_CHANCE` is one that other numbers have by chance.
+# Forms of whole values. Other numbers may have a form in `_BY_CHANCE` by chance.
 _EMAIL_FORM = r"[^\s@<>()\[\],;:\"']{1,64}@[\w-]{1,63}(\.[\w-]{1,63}){1,8}"
 _FORMS = {
     "secret": (
@@ -173,7 +173,7 @@ _E_MAIL = re.compile(_EMAIL_FORM)
 
 
 def personal_data(users: pa.Table, items: pa.Table) -> dict[Side, dict[str, str]]:
-    """By side, what `personal_columns` says of the attributes of its table."""
+    """By side, the result of `personal_columns` for the attributes of its table."""
     sides: dict[Side, pa.Table] = {"user": users, "item": items}
     return {
         side: personal_columns(entities, side, attribute_columns(entities.schema, ENTITY_TABLES[side]))
@@ -182,7 +182,7 @@ def personal_data(users: pa.Table, items: pa.Table) -> dict[Side, dict[str, str]
 
 
 def personal_columns(entities: pa.Table, side: Side, columns: list[str]) -> dict[str, str]:
-    """Which columns of users or items look like personal data or secrets, and like what, as a part of a sentence."""
+    """The columns of users or items that look like personal data or secrets, each with a phrase that says why."""
     personal = {}
     for name in columns:
         column = plain_column(entities[name])
@@ -195,7 +195,7 @@ def personal_columns(entities: pa.Table, side: Side, columns: list[str]) -> dict
 
 
 def plain_name(name: str) -> str:
-    """A column's name as patterns take it: words in lower case, without accents, joined by underscores."""
+    """A column's name as the patterns expect it: words in lower case, without accents, joined by underscores."""
     text = unicodedata.normalize("NFKD", name.replace("ß", "ss"))
     text = "".join(character for character in text if not unicodedata.combining(character))
     text = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", text)
@@ -236,9 +236,9 @@ def _by_values(name: str, side: Side, values: list[str]) -> str | None:
 
 
 def form_of(value: str, name: str, side: Side) -> str | None:
-    """Which form of personal data a value of a column has, a key of `_WHAT`; None: none.
+    """The form of personal data that a value of a column has, a key of `_WHAT`; None if it has none.
 
-    An e-mail address may stand inside a text about a user: a description of an item has one for customers.
+    An e-mail address may be part of a text about a user; of an item it must be the whole value.
     """
     if "@" in value and (_E_MAIL.search(value) if side == "user" else _E_MAIL.fullmatch(value.removeprefix("mailto:"))):
         return "email"
@@ -265,20 +265,20 @@ def _is_ip(value: str) -> bool:
 
 
 def _is_iban(value: str) -> bool:
-    """Whether its check digits are right (ISO 13616)."""
+    """Whether the check digits are right (ISO 13616)."""
     code = value.replace(" ", "").upper()
     return int("".join(str(int(character, 36)) for character in code[4:] + code[:4])) % 97 == 1
 
 
 def _is_card(value: str) -> bool:
-    """Whether its last digit is right (Luhn), and there are at least two different ones."""
+    """Whether the last digit is the right check digit (Luhn), and there are at least two different digits."""
     digits = [int(character) for character in reversed(value) if character.isdigit()]
     doubled = sum(sum(divmod(2 * digit, 10)) for digit in digits[1::2])
     return len(set(digits)) > 1 and (sum(digits[::2]) + doubled) % 10 == 0
 
 
 def _some_values(column: pa.ChunkedArray) -> list[str]:
-    """At most `MAX_VALUES` values of a plain column as text, of lists each part; none of a column of times."""
+    """At most `MAX_VALUES` values of a plain column as text, lists by their parts; none for times and other types."""
     column = pc.list_flatten(column) if pt.is_list(column.type) else column
     if not (pt.is_string(column.type) or pt.is_integer(column.type) or pt.is_floating(column.type)):
         return []

@@ -1,6 +1,6 @@
-"""A sample of the input tables, as tables of their own: some users, the items that they met, what both have together.
+"""A sample of the input tables, as tables: some users, the items that they met, and the interactions between both.
 
-Who is in it is decided by ids, never by what somebody did after the date; interactions are streamed.
+Users are chosen by their ids alone, items by what these users did up to the date; interactions are streamed.
 """
 
 import datetime
@@ -25,19 +25,19 @@ DAY_US = 86_400_000_000
 
 @dataclass(frozen=True)
 class SampleFigures:
-    """What a sample holds; `share_kept`: of what its users did up to the date, the rest being of rarer items."""
+    """Figures of a sample. `share_kept`: share of its users' interactions up to the date that are with its items."""
 
     num_users: int
     num_items: int
     num_interactions: int
-    num_later: int  # of them after the date
+    num_later: int  # interactions after the date
     share_kept: float
 
 
 def day_of_share(tables: OpenTables, share: float) -> datetime.date:
-    """The last day (UTC) at whose end at most a share of all interactions had happened.
+    """The last day (UTC) by the end of which at most a share of all interactions had happened.
 
-    Raises TableError where there is none: most are of one day, the first.
+    Raises TableError if there is none, because the first day alone has a larger share.
     """
     counts: Counter[int] = Counter()
     for batch in tables.interactions.to_batches(["timestamp"]):
@@ -60,9 +60,9 @@ def write_sample(
 ) -> SampleFigures:
     """Write users, items and interactions of a sample into a folder, with all of their columns.
 
-    The users are those, of whom are known at the end of the date, whose ids have the lowest SHA-256; the items the
-    `num_items` that these met most often up to then (of equals the lower id); the interactions all, later ones too,
-    between both. The same tables and arguments give the same bytes. Raises TableError: no user or item is known then.
+    From the users known at the end of the date, it takes the `num_users` with the lowest SHA-256 of their ids; then the
+    `num_items` items that these met most often up to then (if equal, the lower id); then all interactions between both,
+    later ones too. The same tables and arguments give the same bytes. Raises TableError if no user or item is known.
     """
     cutoff = end_of_day(date)
     users, items = (read_table(tables.interactions.folder, table, cutoff) for table in ("users", "items"))
@@ -105,7 +105,7 @@ def write_sample(
 
 
 def _of(tables: OpenTables, ids: dict[str, pa.Array], columns: list[str]) -> Iterator[pa.RecordBatch]:
-    """Interactions of some ids, in the order of their files."""
+    """The interactions with some ids, in the order of their files."""
     for batch in tables.interactions.to_batches(columns):
         for name, chosen in ids.items():
             batch = batch.filter(pc.is_in(batch[name], value_set=chosen))

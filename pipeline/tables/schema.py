@@ -5,9 +5,9 @@
     interactions  user_id, item_id, timestamp, rating?, event?
 
 Each table is `<name>.parquet` or a folder `<name>/` of Parquet files, also in sub-folders and Hive partitions. Ids are
-strings or integers; an attribute is any scalar column, or a list of strings (a set, or a path such as a
-category's, broad to narrow). When read, columns take plain types: string, int64 ids, times in UTC, lists of strings.
-What a column may hold is said in `columns.py`, what a folder may hold in `layout.py`.
+strings or integers; an attribute is any scalar column, or a list of strings (a set, or a path such as that of a
+category, broad to narrow). When read, columns take plain types: string, int64 ids, times in UTC, lists of strings.
+`columns.py` defines what a column may hold, `layout.py` what a folder may hold.
 """
 
 from pathlib import Path
@@ -42,7 +42,7 @@ UNITS_PER_SECOND: dict[str, int] = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**
 
 
 def tables_folder(path: Path | str) -> Path:
-    """The local folder of the tables, or of the copy of those at a URI. Raises TableError if it is not there."""
+    """The local folder of tables, or of the local copy of tables at a URI. Raises TableError if it is not there."""
     path = local_tables(path, TABLE_NAMES)
     if not path.is_dir():
         found = f"{path} is not a folder" if path.exists() else f"{path} is not there"
@@ -55,7 +55,7 @@ def tables_folder(path: Path | str) -> Path:
 
 
 def require_only_tables(folder: Path) -> None:
-    """Refuse to replace a folder that holds anything but what imports write: a file for each table."""
+    """Refuse to replace a folder that holds anything other than the files of an import, one for each table."""
     expected = {f"{name}.parquet" for name in TABLE_NAMES}
     foreign = sorted(path.name for path in folder.iterdir() if path.name not in expected or not path.is_file())
     if foreign:
@@ -64,10 +64,10 @@ def require_only_tables(folder: Path) -> None:
 
 
 def list_table(root: Path | str, table: str) -> Listing:
-    """The Parquet files of a table, of a URI local copies, and the files of its folder that are left out.
+    """The Parquet files of a table (for a URI, of its local copy), and the files of its folder that are left out.
 
-    Raises FaultyTable where there is neither `<table>.parquet` nor a folder `<table>` with Parquet files, or both, and
-    as `list_folder` does.
+    Raises FaultyTable if there is neither `<table>.parquet` nor a folder `<table>` with Parquet files, or if there are
+    both, and like `list_folder`.
     """
     root = local_tables(root, TABLE_NAMES)
     file, folder = root / f"{table}.parquet", root / table
@@ -111,11 +111,11 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def is_list(kind: pa.DataType) -> bool:
-    return hasattr(kind, "value_field")  # which lists of every kind have, and nothing else
+    return hasattr(kind, "value_field")  # all list types have it, and no others
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
-    """What a column's type becomes when it is read: dictionaries, views and large types lose their encoding."""
+    """The type in which a column is read: dictionaries, views and large types lose their encoding."""
     if pt.is_dictionary(kind):
         return plain_type(kind.value_type)
     if is_text(kind) or pt.is_null(kind):
@@ -126,7 +126,7 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def id_type(kind: pa.DataType) -> pa.DataType | None:
-    """What an id column's type becomes: string or int64; None when it cannot be an id."""
+    """The type in which an id column is read: string or int64; None if it cannot be an id."""
     plain = plain_type(kind)
     if pt.is_integer(plain):
         return pa.int64()
@@ -151,9 +151,9 @@ def is_number_type(kind: pa.DataType) -> bool:
 
 
 def plain_column(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
-    """A column in its plain type; NaN among floats becomes null, and a column of nulls alone stays one."""
+    """A column in its plain type; NaN becomes null, and a column of type null keeps its type."""
     if pt.is_null(column.type):
-        return column  # in another file of the table it may have a type
+        return column  # another file of the table may give it a type
     if pt.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     plain = plain_type(column.type)
@@ -182,5 +182,5 @@ def timestamps(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array
 def time_scalar(moment: pa.Scalar, kind: pa.DataType) -> pa.Scalar:
     """A timestamp[us, UTC] scalar as a value of a time column's own type, to compare with unread values."""
     if pt.is_integer(kind):
-        return moment.cast(pa.timestamp("s", tz="UTC")).cast(pa.int64())  # which a narrower type may not hold
+        return moment.cast(pa.timestamp("s", tz="UTC")).cast(pa.int64())  # a narrower type may not hold it
     return moment.cast(pa.timestamp("us")).cast(kind) if pt.is_date(kind) else moment.cast(kind)

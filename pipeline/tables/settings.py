@@ -181,7 +181,7 @@ class SourceFiles(Strict):
         return self
 
     def _require_readable_database(self) -> None:
-        """Raise ValueError, without the URI: another server, a password in it, or a file outside the source folder."""
+        """Raise ValueError, without the URI, for another kind of server, a password in it, or a path with `..`."""
         database = self.database or ""
         if is_server(database):
             if has_credentials(database):

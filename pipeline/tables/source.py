@@ -71,7 +71,7 @@ class SourceBatch:
         column = self._column(name)
         stored = plain_type(column.type)
         is_long = pt.is_decimal(stored) and stored.scale == 0 and target == "string"  # it may have 38 digits
-        if (pt.is_floating(stored) or pt.is_decimal(stored)) and not is_long:  # pandas makes floats where one is null
+        if (pt.is_floating(stored) or pt.is_decimal(stored)) and not is_long:  # pandas makes floats if one is null
             whole = self._converted(name, whole_numbers)
             return whole.cast(pa.string()) if target == "string" else whole
         kind = _TYPES[target] if target != "keep" else id_type(column.type)

@@ -46,11 +46,11 @@ class OpenInteractions:
     folder: Path
     parts: list[OpenPart]
     keeps_duplicates: bool
-    copies: dict[tuple[str, ...], np.ndarray] = field(default_factory=dict)  # which rows are, by the columns compared
+    copies: dict[tuple[str, ...], np.ndarray] = field(default_factory=dict)  # extra columns compared -> bool[n]
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns of all files, each in the type of the first file that has it."""
+        """The columns of all files, each with the type in the first file that has it."""
         fields = {field.name: field for part in reversed(self.parts) for field in part.schema}
         return pa.schema([fields[name] for name in names_in(self.parts, lambda name: True)])
 
@@ -59,13 +59,13 @@ class OpenInteractions:
         return pa.schema(log_kinds(self.parts, columns))
 
     def count_rows(self) -> int:
-        """Rows in the files, copies too."""
+        """The number of rows in the files, copies included."""
         return sum(part.metadata.num_rows for part in self.parts)
 
     def to_batches(self, columns: Collection[str], batch_size: int = BATCH_ROWS) -> Iterator[pa.RecordBatch]:
-        """Columns of the rows in the order of their files, in the plain types of `read_tables`; none is read ahead.
+        """Some columns of all rows, in file order and in the plain types of `read_tables`; nothing is read ahead.
 
-        A row that is equal to an earlier one in what `read_tables` reads, and in `columns`, is left out.
+        Unless copies are kept, rows that equal an earlier one in `columns` and those of `read_tables` are left out.
         """
         is_copy, first_row, schema = self._copies(tuple(sorted(columns))), 0, self.plain_schema(columns)
         for part in self.parts:
@@ -91,7 +91,7 @@ class OpenInteractions:
 
 @dataclass(frozen=True)
 class OpenTables:
-    """Users and items read, and interactions left in their files, with all of their columns, to be streamed."""
+    """Users and items in memory, and interactions left in their files, with all of their columns, to be streamed."""
 
     users: pa.Table
     items: pa.Table
@@ -99,9 +99,9 @@ class OpenTables:
 
 
 def open_tables(path: Path | str, keep_duplicates: bool = False) -> OpenTables:
-    """The tables of a folder, of all days. Raises TableError as `read_tables` does.
+    """The tables of a folder, of all days. Raises TableError like `read_tables`.
 
-    Files that are left out are named in the log, once a process.
+    Files that are left out are named in the log, once per process.
     """
     path = tables_folder(path)
     users, items = (read_table(path, table, None) for table in ("users", "items"))
@@ -113,7 +113,7 @@ def open_tables(path: Path | str, keep_duplicates: bool = False) -> OpenTables:
 
 
 def iter_column(path: Path, table: str, column: str) -> Iterator[pa.Array]:
-    """A required column of a table in batches, as it is stored. Raises TableError as `read_tables` does."""
+    """A required column of a table in batches, as it is stored. Raises TableError like `read_tables`."""
     for part in table_parts(path, table):
         with naming_file(table, part.path), part.open() as opened:
             for finding in schema_findings(table, shown_path(part.path), opened.schema_arrow):
@@ -122,10 +122,10 @@ def iter_column(path: Path, table: str, column: str) -> Iterator[pa.Array]:
 
 
 def iter_rows(path: Path, table: str, columns: str) -> Iterator[pa.RecordBatch]:
-    """The rows of a Parquet file, or of a folder that is read as that of a table.
+    """The rows of a Parquet file, or of a folder that is read like that of a table.
 
-    Raises TableError, which names the file, if one cannot be read or has other columns than the first, and which names
-    the expected `columns` if there are no rows.
+    Raises TableError if a file, which it names, cannot be read or has other columns than the first; or if there are no
+    rows, with the expected `columns`.
     """
     parts = [TablePart(path, table, {})] if path.is_file() else []
     if path.is_dir():
@@ -151,9 +151,9 @@ def iter_rows(path: Path, table: str, columns: str) -> Iterator[pa.RecordBatch]:
 
 
 def iter_log(path: Path, table: str, needs_time: bool = True) -> Iterator[pa.RecordBatch]:
-    """Rows of `iter_rows` with the columns of interactions, `timestamp` if they have one or it `needs_time`.
+    """Rows of `iter_rows` with the columns of interactions; `timestamp` is required if `needs_time`.
 
-    Raises FaultyTable, too, where a column is missing or of a wrong type, and for an id that is too large or not UTF-8.
+    Also raises FaultyTable if a column is missing or of a wrong type, or if an id is too large or not UTF-8.
     """
     first_row, findings = 0, Findings()
     for rows in iter_rows(path, table, f"user_id, item_id and {'' if needs_time else 'perhaps '}timestamp"):
@@ -179,8 +179,8 @@ def log_unit(path: Path, note: Callable[[Finding], object]) -> str:
 def log_times(times: pa.Array, unit: str, path: Path, first_row: int = 0, advice: str = "Write timestamps") -> pa.Array:
     """Times in the rows of `iter_log` as timestamp[us, UTC]; integers count units of `unit`.
 
-    Raises TableError if one is not between 1900 and 2200, since times of another unit would be compared with features
-    and interactions that came after them.
+    Raises TableError for a time that is not between 1900 and 2200: in a wrong unit, times would be compared with
+    features and interactions that came after them.
     """
     try:
         return to_time(times, unit)

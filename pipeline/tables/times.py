@@ -1,10 +1,10 @@
-"""How times are written: as text of a strptime format, and as integers of a unit that their values leave.
+"""Parsing of times: text in a strptime format, and integers whose unit is inferred from their values.
 
-Impossible dates are refused, and names of zones are resolved or refused: Arrow's own strptime takes the 30th of
-February for the 1st of March, and leaves the name of a zone out of account.
+Impossible dates are refused, and names of zones are resolved or refused: Arrow's own strptime reads the 30th of
+February as the 1st of March, and ignores the name of a zone.
 
-Integer times are seconds, unless all values of a column, in all of its files, leave another unit: times lie between
-1990 and tomorrow. Where none fits, the column is read as seconds, which the rules of `columns.py` then judge.
+Integer times are seconds, unless all values of a column, in all of its files, are times between 1990 and tomorrow in
+another unit. If no unit fits, the column is read as seconds, which the rules of `columns.py` then judge.
 """
 
 import datetime
@@ -45,12 +45,12 @@ ZONES_EXPECTED = (
 )
 YEAR_1990_S = 631_152_000
 DAY_S = 86_400
-YEAR_1_S = -62_135_596_800  # from which .NET counts ticks of 100 ns: today's are nanoseconds of spring 1990
+YEAR_1_S = -62_135_596_800  # start of .NET's ticks of 100 ns; today's, read as nanoseconds, are in spring 1990
 NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
 
 
 def format_fault(time_format: str) -> str | None:
-    """What keeps times from being read by a format; None if nothing does."""
+    """Why times cannot be read with a format; None if they can."""
     directives = re.findall(r"%(.?)", _written_out(time_format))
     unknown = [f"%{directive}" for directive in directives if directive not in (*_PATTERNS, "z", "Z")]
     if unknown:
@@ -63,7 +63,7 @@ def format_fault(time_format: str) -> str | None:
 
 
 def parse_times(text: pa.Array, time_format: str) -> pa.Array:
-    """Trimmed text as timestamp[us, UTC]; a format without a zone is in UTC. Raises ArrowInvalid for text not of it."""
+    """Trimmed text as timestamp[us, UTC]; without a zone, it is UTC. Raises ArrowInvalid for text of another format."""
     pattern, without_zone = _compiled(time_format)
     parts = pc.extract_regex(text, pattern)
     if parts.null_count > text.null_count:
@@ -76,7 +76,7 @@ def parse_times(text: pa.Array, time_format: str) -> pa.Array:
 
 
 def _in_utc(local: pa.Array, zones: pa.Array) -> pa.Array:
-    """Local times of zones, which are empty for UTC, as timestamp[us, UTC]."""
+    """Local times as timestamp[us, UTC]; `zones` has the zone of each, empty for UTC."""
     times = pa.nulls(len(local), TIMESTAMP_TYPE)
     for zone in pc.unique(zones.drop_null()).to_pylist():
         is_of_zone = pc.fill_null(pc.equal(zones, zone), False)
@@ -99,7 +99,7 @@ def _of_zone(local: pa.Array, zone: str) -> pa.Array:
 
 @cache
 def _compiled(time_format: str) -> tuple[str, str]:
-    """A pattern with the groups before, day, zone and after; and the format without its zone."""
+    """A regular expression with the groups before, day, zone and after; and the format without its zone."""
     pattern, without_zone, has_zone = "", "", False
     for part in re.findall(r"%.|\s+|.", _written_out(time_format)):
         if part in ("%z", "%Z"):
@@ -117,12 +117,12 @@ def _compiled(time_format: str) -> tuple[str, str]:
 
 
 def _written_out(time_format: str) -> str:
-    """A format with `%F`, `%T` and the like replaced by what they are short for."""
+    """A format with `%F`, `%T` and the like written out."""
     return re.sub("|".join(_SHORT), lambda match: _SHORT[match[0]], time_format)
 
 
 def unit_of(low: int, high: int) -> str | None:
-    """The unit since 1970 in which all values from `low` to `high` are times between 1990 and tomorrow, if one is."""
+    """The unit since 1970 in which all values from `low` to `high` are times from 1990 to tomorrow; None if none is."""
     end_s = int(datetime.datetime.now(datetime.UTC).timestamp()) + 2 * DAY_S
     unit = next((u for u, of in UNITS_PER_SECOND.items() if YEAR_1990_S * of <= low and high < end_s * of), None)
     is_ticks = unit == "ns" and YEAR_1_S + low // 10**7 >= YEAR_1990_S and YEAR_1_S + high // 10**7 < end_s
@@ -130,14 +130,14 @@ def unit_of(low: int, high: int) -> str | None:
 
 
 def other_reading(low: int, high: int) -> str | None:
-    """What integers are that would be moments of 1970 as seconds: dates written as numbers, or days; else None."""
+    """The likely meaning of integers that are moments of 1970 as seconds: dates as numbers, or days; None: neither."""
     if low >= 1_900 and high <= 2_100:
         return "years"
     if low >= 190_001 and high <= 210_012 and all(1 <= value % 100 <= 12 for value in (low, high)):
         return "months such as 202405"
     if low >= 19_000_101 and high <= 21_001_231 and all(map(_is_date, (low, high))):
         return "dates such as 20240531"
-    if low >= 7_305 and high < 60_000:  # days since 1970 from 1990 on, and a spreadsheet's since 1900 up to 2064
+    if low >= 7_305 and high < 60_000:  # days since 1970, from 1990 on; or a spreadsheet's days since 1900, up to 2064
         return "days, as spreadsheets count them"
     return None
 
@@ -149,7 +149,7 @@ def _is_date(number: int) -> bool:
 
 
 def span_of(values: pa.Array | pa.ChunkedArray) -> tuple[int, int] | None:
-    """The least and the greatest of numbers, or of text that holds numbers alone; None of other columns."""
+    """The least and the greatest of numbers, or of text that holds only numbers; None for other columns."""
     if is_text(values.type):
         text = pc.utf8_trim_whitespace(values)
         try:
@@ -170,13 +170,13 @@ def in_unit(values: pa.Array | pa.ChunkedArray, unit: str) -> pa.Array | pa.Chun
 
 
 def shown_span(low: int, high: int, unit: str) -> str:
-    """The days of the first and the last moment."""
+    """The first and the last day of a span of times, as text."""
     first, last = (datetime.datetime.fromtimestamp(n // UNITS_PER_SECOND[unit], datetime.UTC) for n in (low, high))
     return f"{first:%Y-%m-%d} to {last:%Y-%m-%d}"
 
 
 def require_units(table: str, files: Sequence[Path], note: Callable[[Finding], object]) -> dict[str, str]:
-    """The units of `integer_times`; `note` is called with warnings. Raises FaultyTable where the integers are dates."""
+    """The units of `integer_times`; `note` is called with warnings. Raises FaultyTable if the integers are dates."""
     units, findings = integer_times(table, files)
     for finding in findings:
         if not finding.is_warning:
@@ -186,9 +186,9 @@ def require_units(table: str, files: Sequence[Path], note: Callable[[Finding], o
 
 
 def integer_times(table: str, files: Sequence[Path]) -> tuple[dict[str, str], list[Finding]]:
-    """The units of a table's integer times by column, where they are not seconds, and what is to be said of them.
+    """The units of a table's integer times other than seconds, by column, and findings about them.
 
-    A file that cannot be read counts for nothing here; who reads it will say so.
+    A file that cannot be read is ignored here; whoever reads it reports the error.
     """
     spans: dict[str, list[tuple[int, int]]] = {}
     for path in files:
@@ -215,9 +215,9 @@ def integer_times(table: str, files: Sequence[Path]) -> tuple[dict[str, str], li
 
 
 def _span_in(file: pq.ParquetFile, column: str) -> tuple[int, int] | None:
-    """From the statistics of a file, where all of its row groups have them, else from its values."""
+    """The span of a column: from the statistics of the file if all row groups have them, otherwise from its values."""
     place, metadata = file.schema_arrow.names.index(column), file.metadata
-    if len(file.schema_arrow) == metadata.num_columns:  # nothing is nested, so that places are the same
+    if len(file.schema_arrow) == metadata.num_columns:  # no column is nested, so that places are the same
         of_groups = [metadata.row_group(group).column(place).statistics for group in range(metadata.num_row_groups)]
         if all(statistics is not None and statistics.has_min_max for statistics in of_groups):
             values = [value for statistics in of_groups for value in (statistics.min, statistics.max)]

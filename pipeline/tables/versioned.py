@@ -1,11 +1,11 @@
 """Tables of Delta Lake and Apache Iceberg, read at their current version by the libraries of these formats.
 
-A folder of such a table holds the files of several versions, and only its log says which rows are there now. The
-current rows are written to a Parquet file in the temporary folder of the machine (TMPDIR), once a version and process,
-and read from there; it goes when the process ends. Other formats that keep several versions are known by name alone.
+A folder of such a table holds the files of several versions, and only its log says which rows are current. Once per
+version and process, the current rows are written to a Parquet file in the machine's temporary folder (TMPDIR) and read
+from there; the file is removed when the process ends. Other formats with several versions are recognised and refused.
 
-Folders that `Dataset.save_to_disk` of Hugging Face's `datasets` wrote are read likewise, with pyarrow: `state.json`
-names the files that count, streams of Arrow record batches. A `DatasetDict` is a folder of such, one for each split.
+Folders written by `Dataset.save_to_disk` of Hugging Face's `datasets` are read in the same way, with pyarrow:
+`state.json` names the valid files, streams of Arrow record batches. A `DatasetDict` has such a folder for each split.
 """
 
 import hashlib
@@ -31,13 +31,13 @@ _STATE, _SPLITS = "state.json", "dataset_dict.json"
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _METADATA = re.compile(r"v?(\d+)(-[^.]*)?(\.gz)?\.metadata\.json(\.gz)?")
 _HIVE_TRANSACTION = re.compile(r"(base|delta|delete_delta)_\d{7,}(_.*)?")
-_WRITTEN: dict[tuple[Path, str, str], Path] = {}  # folder, identity and version of a table -> its rows
+_WRITTEN: dict[tuple[Path, str, str], Path] = {}  # folder, identity and version of a table -> file of its rows
 _WRITING = threading.Lock()
 
 
 @dataclass(frozen=True)
 class _Version:
-    """A version of a table: its name, the identity of the table, and what reads its rows."""
+    """A version of a table: its name, the table's identity, and a function that reads its rows."""
 
     name: str
     table_id: str
@@ -45,7 +45,7 @@ class _Version:
 
 
 def format_of(folder: Path) -> str | None:
-    """The format that keeps several versions of a table in a folder; None of plain files."""
+    """The table format of a folder, such as Delta or Iceberg; None for plain files."""
     inside = {path.name for path in folder.iterdir()}
     metadata = (path.name for path in folder.glob("metadata/*"))
     is_of = {
@@ -65,7 +65,7 @@ def format_of(folder: Path) -> str | None:
 def current_rows(folder: Path, table: str) -> Path:
     """A Parquet file with the rows of the current version of a Delta or Iceberg table, or of a saved dataset.
 
-    Raises FaultyTable for another format, where the library is not installed, and for what it cannot read.
+    Raises FaultyTable for another format, if the library is not installed, or if the library cannot read the table.
     """
     kind = format_of(folder)
     assert kind is not None
@@ -101,7 +101,7 @@ EXPORT = "write its current rows as plain Parquet with the engine that wrote it,
 
 
 def versions_refused(folder: Path, kind: str, table: str) -> FaultyTable:
-    """What is raised for a folder with files of several versions that cannot be told apart here."""
+    """The error for a folder with files of several versions that cannot be told apart here."""
     why = "whose `state.json` says which files count" if kind == DATASET else "with files of several versions"
     found = f"{shown_path(folder)} is {_with_article(kind)} table, {why}"
     expected = "plain Parquet files, or a Delta, Iceberg or Hugging Face table that is named as a whole"
@@ -124,7 +124,7 @@ def _delta(folder: Path) -> _Version:
         return _Version(name, table_id, lambda: opened.to_pyarrow_dataset(filesystem=files).scanner().to_reader())
 
     def in_order() -> pa.Table:
-        """By deltalake's engine, which knows renamed columns and deletion vectors, but promises no order of rows."""
+        """The rows by deltalake's engine, which knows renamed columns and deletion vectors but has no fixed order."""
         schema = pa.schema(opened.schema().to_arrow())
         rows = pa.RecordBatchReader.from_stream(opened.scan()).read_all().cast(schema)
         return rows.sort_by([(field.name, "ascending") for field in schema if not pa.types.is_nested(field.type)])
@@ -141,7 +141,7 @@ def _saved(folder: Path, table: str) -> _Version:
 
 
 def _saved_files(folder: Path, table: str) -> list[Path]:
-    """The files of a saved dataset that count, in its order. Raises ValueError where one is damaged."""
+    """The valid files of a saved dataset, in its order. Raises ValueError if one is damaged."""
     if (folder / _SPLITS).is_file():
         splits = [path.parent.name for path in sorted(folder.glob(f"*/{_STATE}"))]
         found = f"holds the splits {', '.join(splits) or 'of none'}"
@@ -164,7 +164,7 @@ def _saved_files(folder: Path, table: str) -> list[Path]:
 
 
 def saved_rows(paths: list[Path]) -> pa.RecordBatchReader:
-    """The rows of files of Arrow record batches, which are mapped, and read as they are asked for."""
+    """The rows of files of Arrow record batches, which are memory-mapped and read on demand."""
     with pa.memory_map(str(paths[0])) as file:
         schema = pa.ipc.open_stream(file).schema
     return pa.RecordBatchReader.from_batches(schema, _saved_batches(paths))
@@ -197,7 +197,7 @@ def _iceberg(folder: Path) -> _Version:
     root = _without_scheme(metadata.location)
 
     class InThisFolder(PyArrowFileIO):
-        """Reads what the metadata name at the table's location, which may have been another place, from its folder."""
+        """Reads files from the table's folder, also if the metadata names another location, from which it was moved."""
 
         def new_input(self, location: str) -> PyArrowFile:
             within = _without_scheme(location)
@@ -213,7 +213,7 @@ def _iceberg(folder: Path) -> _Version:
 
 
 def _newest_metadata(folder: Path) -> Path:
-    """The metadata file of the highest version. Raises ValueError where there is none, or several of that version."""
+    """The metadata file of the highest version. Raises ValueError if there is none, or if several have that version."""
     files = {path: int(match[1]) for path in folder.glob("metadata/*") if (match := _METADATA.fullmatch(path.name))}
     hint = folder / "metadata" / "version-hint.text"
     version_hint = hint.read_text(encoding="utf-8").strip() if hint.is_file() else ""
