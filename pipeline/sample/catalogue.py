@@ -1,7 +1,7 @@
-"""Items of the sample world, and drawing among them.
+"""Items of the sample world, and random draws of them.
 
-Beside titles, category paths, creators, eras and moods an item has hidden numbers behind its ratings: themes, quality,
-popularity.
+Besides title, category path, creator, era and mood, an item has hidden properties behind its interactions: themes,
+quality and popularity.
 """
 
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ from laserbatch.pipeline.sample.lore import (
     TOP_CATEGORIES,
 )
 
-SHARE_LATE_ITEMS = 0.06  # added during the period
-SHARE_NEW_ITEMS = 0.04  # added on the last day
-SHARE_PLAIN_TITLES = 0.6  # main theme and undertone agree
+SHARE_LATE_ITEMS = 0.06  # share of items that are added during the period
+SHARE_NEW_ITEMS = 0.04  # share of items that are added on the last day
+SHARE_PLAIN_TITLES = 0.6  # share of items with main theme and undertone alike
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Catalogue:
     titles: list[str]
     category: np.ndarray  # int, into CATEGORY_PATHS
     top: np.ndarray  # int, into TOP_CATEGORIES
-    theme: np.ndarray  # int, into THEMES; hidden, told by the title's noun
-    undertone: np.ndarray  # int, into THEMES; hidden, told by the title's adjective
+    theme: np.ndarray  # int, into THEMES; hidden, shown by the title's noun
+    undertone: np.ndarray  # int, into THEMES; hidden, shown by the title's adjective
     mood: np.ndarray
     era: np.ndarray
     creators: list[str]
@@ -47,7 +47,7 @@ class Catalogue:
 
 
 def make_catalogue(num_items: int, days: int, rng: np.random.Generator) -> Catalogue:
-    """Draw a catalogue of `num_items` titles, some of which appear on the last of `days` days."""
+    """Draw a catalogue of `num_items` items, some of which are added on the last of `days` days."""
     num_creators = int(np.clip(num_items // 8, 8, len(FIRST_NAMES) * len(LAST_NAMES)))
     names = rng.permutation(len(FIRST_NAMES) * len(LAST_NAMES))[:num_creators]
     creator_category = rng.integers(len(CATEGORY_PATHS), size=num_creators)
@@ -81,13 +81,13 @@ def make_catalogue(num_items: int, days: int, rng: np.random.Generator) -> Catal
 
 
 def _mostly(rng: np.random.Generator, share: float, usual: np.ndarray, num_values: int) -> np.ndarray:
-    """`usual` for about `share` of the entries, a value of its own for each of the others."""
+    """`usual` for about `share` of the entries, a random value for each of the others."""
     other = rng.integers(num_values, size=len(usual))
     return np.where(rng.random(len(usual)) < share, usual, other)
 
 
 def _titles(theme: np.ndarray, undertone: np.ndarray, rng: np.random.Generator) -> list[str]:
-    """Compose titles, avoiding ones already taken for as long as a few tries find another."""
+    """Compose titles; a title that is already taken is drawn anew, a few times at most."""
     taken: set[str] = set()
     titles = []
     for main, under in zip(theme.tolist(), undertone.tolist(), strict=True):
@@ -109,7 +109,7 @@ def _titles(theme: np.ndarray, undertone: np.ndarray, rng: np.random.Generator) 
 class WeightedGroups:
     """Draws one item from each of many groups of items, 0 to `num_groups - 1`, in proportion to weight.
 
-    `group_of`, int[num_items], is below 0 for items in none; a draw from an empty group falls back to all items.
+    `group_of`, int[num_items], is below 0 for items in no group; a draw from an empty group falls back to all items.
     """
 
     def __init__(self, group_of: np.ndarray, weights: np.ndarray, num_groups: int) -> None:

@@ -14,12 +14,12 @@ _LORE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
 
 @dataclass(frozen=True)
 class Theme:
-    name: str  # what texts call it; never appears in a table
+    name: str  # its name in texts; never appears in a table
     nouns: list[str]  # title words, each belonging to this theme alone; adjectives too
     adjectives: list[str]
     images: list[str]  # phrases by which texts describe it
-    feeling: str  # what its listeners look for
-    cues: list[str]  # what a listener who likes it says at sign-up
+    feeling: str  # the feeling that its listeners look for
+    cues: list[str]  # statements at sign-up of a listener who likes it
 
 
 THEMES = tuple(Theme(**theme) for theme in _LORE["themes"])
@@ -33,4 +33,4 @@ TOP_CATEGORIES: tuple[str, ...] = tuple(_LORE["categories"])
 MOODS, ERAS, REGIONS, AGE_BANDS = (tuple(_LORE[name]) for name in ("moods", "eras", "regions", "age_bands"))
 PLACES, FIRST_NAMES, LAST_NAMES = (tuple(_LORE[name]) for name in ("places", "first_names", "last_names"))
 TITLE_PATTERNS: tuple[str, ...] = tuple(_LORE["title_patterns"])
-ABOUT: dict[str, list[str]] = _LORE["about"]  # patterns of a sign-up statement, by what they tell
+ABOUT: dict[str, list[str]] = _LORE["about"]  # patterns of a sign-up statement, by topic

@@ -1,8 +1,8 @@
 """The sample world: seeded tables of a made-up radio library, at any scale, written in bounded memory.
 
-Users are made in chunks of whole arrays, each chunk from its own random stream, and written as it is made, so that a
-million of them need no more memory than one chunk. What the columns do not say (themes of titles, tastes of users) is
-told only by the words of titles and by each user's sign-up statement: see `lore.py`.
+Users are made and written in chunks of whole arrays, each from its own random stream, so that a million users need no
+more memory than one chunk. No column has the themes of titles and the tastes of users: they show only in the words of
+titles and in each user's sign-up statement (`lore.py`).
 """
 
 import datetime
@@ -31,7 +31,7 @@ from laserbatch.pipeline.tables.schema import table_parts, timestamps
 
 LAST_DATE = datetime.date(2025, 3, 1)  # the last day of the period; the future begins after it
 USERS_PER_CHUNK = 20_000
-SHARE_ACTIVE_LAST_DAY = 0.17  # of the users known before it
+SHARE_ACTIVE_LAST_DAY = 0.17  # share of the earlier users that are active on the last day
 MAX_COLD_RATINGS = 3
 DAY_S = 86_400
 SIGN_UP_S = 6 * 3_600  # users and items appear before six in the morning, ratings come after
@@ -53,15 +53,15 @@ def write_sample_world(
     """Write `users.parquet`, `items.parquet` and `interactions.parquet` into a folder.
 
     The same arguments give the same bytes. Users who signed up, items that appeared and ratings given on the last
-    day (2025-03-01) are what a second night sees and the first, of the day before, does not. Ratings of the
+    day (2025-03-01) are new to a night of that day, compared with a night of the day before. Ratings of the
     `future_days` that follow are for evaluation; many are by cold and new users.
 
     Parameters
     ----------
     num_users, num_items, days : at least 1, 20 and 2; the last day counts among the days.
     progress : called with the number of users of each chunk that was written.
-    num_asked : items that each user is asked to rate, all at one moment of the future days: more to judge models by,
-        of the same tastes, while everything before stays as it is and nobody's history is longer for it.
+    num_asked : items that each user is asked to rate, all at one moment of the future days. They give more ratings of
+        the same tastes to judge models by; earlier rows stay the same, and no history grows.
     """
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ def _draw_archetypes(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def _draw_users(num: int, days: int, archetypes: dict[str, np.ndarray], rng: np.random.Generator) -> Users:
-    """Draw `num` users: mostly of their archetype, partly their own."""
+    """Draw `num` users, mostly with the tastes of their archetype, partly with their own."""
     kind = rng.integers(NUM_ARCHETYPES, size=num)
 
     def taste(name: str, share: float, size: int) -> np.ndarray:
@@ -154,7 +154,7 @@ def _draw_users(num: int, days: int, archetypes: dict[str, np.ndarray], rng: np.
 
 
 def _user_table(users: Users, user_ids: pa.Array, first_s: int, rng: np.random.Generator) -> pa.Table:
-    """What is known of the users: region, age band, sign-up statement and time."""
+    """The user table: region, age band, sign-up statement and time of sign-up."""
     created_s = first_s + users.created_day * DAY_S + rng.integers(SIGN_UP_S, size=len(user_ids))
     return pa.table(
         {
@@ -238,7 +238,7 @@ def _interaction_table(
 ) -> pa.Table:
     """Ratings of one chunk of users, ordered by user and time; a user rates an item once.
 
-    `period` : how many days and future days there are, and when the first begins, in seconds since 1970.
+    `period` : the number of days, the number of future days, and the start of the first day in seconds since 1970.
     """
     days, future_days, first_s = period
     user, day = _when(users, days, future_days, rng)
@@ -270,7 +270,7 @@ def _interaction_table(
 
 
 def _when(users: Users, days: int, future_days: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """User and day of each rating to come: int[n] each, the days before, of and after the last one in that order."""
+    """User and day of each rating, int[n] each: first those before the last day, then those on it, then later ones."""
     num, last = len(users.cold), days - 1
     new = users.created_day == last
     num_before = np.where(
@@ -293,7 +293,7 @@ def _when(users: Users, days: int, future_days: int, rng: np.random.Generator) -
 def _asked(
     users: Users, num_asked: int, days: int, future_days: int, catalogue: Catalogue, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """User and item of each rating that is asked for, int[n] each, and every user's moment, in seconds of the world."""
+    """User of each requested rating, int[n]; each user's moment, in seconds since day 0; item of each, int[n]."""
     num = len(users.cold)
     moments = (days + rng.integers(future_days, size=num)) * DAY_S + rng.integers(SIGN_UP_S, DAY_S, size=num)
     user = np.repeat(np.arange(num), num_asked)
@@ -305,7 +305,7 @@ def _asked(
 def _what(
     users: Users, user: np.ndarray, day: np.ndarray, catalogue: Catalogue, days: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Item of each rating, int[n]: from the user's categories and themes, from the new ones, or anything."""
+    """Item of each rating, int[n]: from the user's categories and themes, from new items, or from all."""
     num_tops, num_themes = len(TOP_CATEGORIES), len(THEMES)
     by_top = WeightedGroups(catalogue.top, catalogue.popularity, num_tops)
     by_theme = WeightedGroups(catalogue.theme, catalogue.popularity, num_themes)
