@@ -1,1 +1,1 @@
-"""What is asked of the model and what is kept of its answer."""
+"""Prompts for the model, and the parts of its answers that are kept."""

@@ -1,7 +1,7 @@
-"""Whether an answer is one at all: not the prompt over again, not in another language than the question, not a loop.
+"""Checks that an answer does not repeat its prompt, does not loop, and is in the language of the question.
 
-Languages are told by their scripts, and some of Latin script by words that every longer text of them is full of. Titles
-and names that an answer quotes from its prompt may be in any language, and are not looked at.
+Languages are recognised by their scripts, and some of Latin script by their most common words. Titles and names that an
+answer quotes from its prompt may be in any language and are ignored.
 """
 
 import re
@@ -16,14 +16,14 @@ from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.prompts import Shown
 from laserbatch.pipeline.knowledge.templates import PromptTemplate
 
-COPIED_TOKENS = 24  # in a row that stand in the prompt, too, are a copy
+COPIED_TOKENS = 24  # a run of this many tokens that is also in the prompt is a copy
 MAX_SHARE_COPIED = 0.6  # an answer with a larger share of copied text repeats its prompt
-LOOP_TOKENS, MAX_LOOPED = 96, 24  # an answer loops if so many tokens in a row repeat at most so many
+LOOP_TOKENS, MAX_LOOPED = 96, 24  # an answer loops if LOOP_TOKENS tokens in a row repeat at most MAX_LOOPED tokens
 MEANT = "; `any_language: true` in the template where that is meant"
-MIN_SHARE_OWN_SCRIPT = 0.5  # share of an answer's letters that must be of the question's script
+MIN_SHARE_OWN_SCRIPT = 0.5  # share of an answer's letters that must be in the question's script
 MIN_LETTERS = 20  # shorter answers are not judged by their script
 MIN_WORDS = 12  # shorter answers in Latin script are not judged by their language
-MIN_SHARE_COMMON = 0.2  # a text is of a language if this share of its words are that language's common ones
+MIN_SHARE_COMMON = 0.2  # a text is in a language if this share of its words are common words of the language
 MAX_SHARE_OF_QUESTION_LANGUAGE = 0.25  # and the question's language has less than this share of its common words
 _WORD = re.compile(r"[^\W\d_]+")
 # Common words of each language, if possible words that no other of these languages has.
@@ -55,10 +55,9 @@ def require_answer(
     prompt_ids: np.ndarray,
     shown: Shown | None = None,
 ) -> None:
-    """Raise RowError, `repeats-prompt`, `loops` or `wrong-language`, where a text is no answer.
+    """Raise RowError, `repeats-prompt`, `loops` or `wrong-language`, if a text is not a sound answer.
 
-    Token ids are int32 (n,). `shown` is what the prompt says of the entity; what the text quotes of it may be in any
-    language.
+    Token ids are int32 (n,). `shown`: the data of the entity in the prompt; quotes from it may be in any language.
     """
     copied = copied_share(token_ids, prompt_ids)
     if copied > MAX_SHARE_COPIED:
@@ -85,9 +84,10 @@ def require_answer(
 
 
 def own_words(text: str, shown: Shown, script: str | None) -> str:
-    """The words of a text that it does not quote from what its prompt shows of an entity, in lower case.
+    """The words of a text in lower case, without those that it quotes from the data of an entity in its prompt.
 
-    Two words or more that follow each other there, too, are quoted, and so is a word in another script than `script`.
+    Two or more words that follow each other in that data, too, are quoted, and so is a word of it in another script
+    than `script`.
     """
     titles = (part for event in shown.events for part in event[:2])
     lines = "\n".join(filter(None, (shown.attributes, *titles))).lower()
@@ -100,7 +100,7 @@ def own_words(text: str, shown: Shown, script: str | None) -> str:
 
 @lru_cache(maxsize=16)
 def language_of(text: str) -> str | None:
-    """The language whose common words make up most of a text; None of a short text, or one with few of any."""
+    """The language with the most common words in a text; None for a short text, or one with few of any language's."""
     shares = {name: _share(text, words) for name, words in COMMON_WORDS.items()}
     most = max(shares, key=shares.__getitem__)
     return most if len(_WORD.findall(text)) >= MIN_WORDS and shares[most] >= MIN_SHARE_COMMON else None
@@ -112,7 +112,7 @@ def _share(text: str, words: frozenset[str]) -> float:
 
 
 def copied_share(token_ids: np.ndarray, prompt_ids: np.ndarray) -> float:
-    """Share of some tokens that lie in runs of `COPIED_TOKENS` which stand in the prompt, too."""
+    """The share of tokens in runs of `COPIED_TOKENS` that are also in the prompt."""
     if len(token_ids) < COPIED_TOKENS or len(prompt_ids) < COPIED_TOKENS:
         return 0.0
     in_prompt = {run.tobytes() for run in _runs(prompt_ids)}
@@ -124,7 +124,7 @@ def copied_share(token_ids: np.ndarray, prompt_ids: np.ndarray) -> float:
 
 
 def looped(ids: np.ndarray) -> int | None:
-    """The fewest tokens, int32 (n,), that LOOP_TOKENS in a row repeat, MAX_LOOPED at most; None if none do."""
+    """The shortest period of LOOP_TOKENS in a row of `ids`, int32 (n,), if it is at most MAX_LOOPED; otherwise None."""
     for period in range(1, MAX_LOOPED + 1) if len(ids) >= LOOP_TOKENS else ():
         ends = np.flatnonzero(np.append(ids[period:] != ids[:-period], True))
         if np.diff(ends, prepend=-1).max() > LOOP_TOKENS - period:
@@ -138,13 +138,13 @@ def _runs(ids: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=16)
 def script_of(text: str) -> str | None:
-    """The script that most letters of a text are of; None without a letter."""
+    """The script of most letters of a text; None if it has no letter."""
     scripts = scripts_in(text)
     return max(scripts, key=scripts.__getitem__) if scripts else None
 
 
 def scripts_in(text: str) -> dict[str, int]:
-    """Letters of each script, by the first word of their Unicode names; those of East Asia count as one."""
+    """The number of letters by script, the first word of their Unicode names; the scripts of East Asia count as one."""
     counts: Counter[str] = Counter()
     for letter, num in Counter(text).items():
         name = unicodedata.name(letter, "").split(" ")[0].split("-")[0] if letter.isalpha() else ""

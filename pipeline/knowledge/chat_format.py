@@ -1,10 +1,10 @@
-"""From chat messages to token ids, such that no content ever becomes a control token.
+"""Token ids of chat messages, such that no content ever becomes a control token.
 
-The chat template is rendered with sentinels in place of the contents and split there: what lies between is the
-skeleton, whose control tokens are meant. Skeleton and contents are tokenised together, which gives the tokens of
-`apply_chat_template`, whatever a tokenizer writes where a text or a part of it begins. Only where that gives other
-control tokens than the skeleton has are contents tokenised apart from it, as plain text. A tokenizer without a chat
-template gets the contents as plain text after its begin-of-text token.
+The chat template is rendered with sentinels in place of the contents and split at them: the text in between is the
+skeleton, whose control tokens are intended. Skeleton and contents are tokenised together, which gives the tokens of
+`apply_chat_template`, even if a tokenizer treats the beginning of a text specially. If the result has other control
+tokens than the skeleton, contents are tokenised separately, as plain text. Without a chat template, the prompt is the
+contents as plain text after the tokenizer's begin-of-text token.
 """
 
 import datetime
@@ -32,7 +32,7 @@ LOOKS_LIKE_CONTROL = re.compile(r"^(<.+>|\[.+\])$", re.DOTALL)
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a content goes in a chat, and on which sides the template strips it."""
+    """The place of a content in a chat, and the sides on which the template strips it."""
 
     role: str
     strips_left: bool
@@ -46,11 +46,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class ChatSkeleton:
-    """What a chat template writes around the contents."""
+    """The text that a chat template writes around the contents."""
 
     pieces: tuple[str | Slot, ...]  # fixed text, and where contents go
     merges_system: bool  # the model's template takes no system message, so it goes before the user's
-    control_ids: tuple[int, ...]  # of the fixed text, in its order
+    control_ids: tuple[int, ...]  # control tokens of the fixed text, in order
     before: tuple[int, ...] = ()  # tokens before the chat that its text does not show
 
 
@@ -61,11 +61,11 @@ def encode_chat(
     chat_options: dict,
     date: datetime.date | None = None,
 ) -> np.ndarray:
-    """One turn that ends where the model's answer begins: token ids int32[n].
+    """Token ids, int32[n], of one turn that ends where the model's answer begins.
 
-    `date` is what a chat template that prints today's date prints; None leaves it to the clock.
+    `date`: the date for chat templates that print today's; None: that of the clock.
 
-    Raises ModelError as `chat_skeleton`, RowError where a text cannot be written in plain tokens.
+    Raises ModelError like `chat_skeleton`, and RowError if a text cannot be written in plain tokens.
     """
     skeleton = chat_skeleton(tokenizer, system is not None, json.dumps(chat_options, sort_keys=True), date)
     contents = {"user": user, "system": (system or "").strip()}
@@ -84,9 +84,9 @@ def encode_chat(
 def chat_skeleton(
     tokenizer: "PreTrainedTokenizerBase", with_system: bool, chat_options: str, date: datetime.date | None = None
 ) -> ChatSkeleton:
-    """Skeleton of one turn that ends where the model's answer begins; `chat_options` are JSON.
+    """The skeleton of one turn that ends where the model's answer begins; `chat_options` are JSON.
 
-    Raises ModelError where the tokenizer's chat template fails, or loses or repeats a content.
+    Raises ModelError if the tokenizer's chat template fails, or loses or repeats a content.
     """
     if not tokenizer.chat_template:
         logger.warning(
@@ -116,7 +116,7 @@ def chat_skeleton(
 
 
 def _strftime_macro(date: datetime.date) -> str:
-    """A Jinja macro in place of the function `strftime_now`, of a date; transformers lets no function be passed."""
+    """A Jinja macro that replaces the function `strftime_now`, for a date; transformers lets no function be passed."""
     midnight = datetime.datetime.combine(date, datetime.time())
     codes = [*(f"%-{code}" for code in "dmHIMSjy"), *(f"%{code}" for code in "aAbBcdDeFfGHIjmMpSTuUVwWxXyYzZ%")]
     values = (f" | replace({json.dumps(code)}, {json.dumps(midnight.strftime(code))})" for code in codes)
@@ -142,7 +142,7 @@ def _apply(
 
 
 def encode_content(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """Token ids of a text in which nothing is control, whatever it looks like; RowError where that cannot be."""
+    """Token ids of a text without any control token, whatever it looks like. Raises RowError if there are none such."""
     ids = _encode(tokenizer, text)
     control = control_tokens(tokenizer)
     if control.keys().isdisjoint(ids):
@@ -158,7 +158,7 @@ def encode_content(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]
 
 
 def _meant(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """Token ids of a text whose control tokens are meant."""
+    """Token ids of a text with the control tokens that it writes."""
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -173,7 +173,7 @@ def _encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
 
 @lru_cache(maxsize=32)
 def control_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
-    """Id and text of each token that is no text: special ones, and added ones that look like them (`<think>`)."""
+    """Id and text of each control token: special tokens, and added tokens that look like them (`<think>`)."""
     control = {
         token_id: token.content
         for token_id, token in tokenizer.added_tokens_decoder.items()
@@ -182,5 +182,5 @@ def control_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
     for token_id, token in zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True):
         control[token_id] = token
     if tokenizer.unk_token_id not in (None, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
-        control.pop(cast(int, tokenizer.unk_token_id), None)  # an unknown character is no control
+        control.pop(cast(int, tokenizer.unk_token_id), None)  # the unknown token is not a control token
     return control

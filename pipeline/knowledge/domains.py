@@ -1,4 +1,4 @@
-"""What people, items and what matters to a choice are called in some domains, read from `configs/domains.yaml`."""
+"""The words of some domains for users, items and the factors of a choice, read from `configs/domains.yaml`."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -7,16 +7,16 @@ from functools import cache
 from laserbatch.pipeline.knowledge.templates import CONFIGS, KnowledgeSettings, Words
 from laserbatch.pipeline.validation import Strict, read_yaml
 
-MIN_SHARE = 0.5  # of the items, whose kinds or titles must be those of a domain
+MIN_SHARE = 0.5  # share of items whose kinds or titles must match a domain
 
 
 class Domain(Strict):
     """The words, factors and paths of a domain, as `KnowledgeSettings` has them."""
 
-    names: str | None = None  # a pattern of what files and ids of items are called; None: never proposed
-    columns: str | None = None  # and of what other columns of them are
-    kinds: str | None = None  # and of what stands in columns whose values repeat, as genres and categories do
-    titles: str | None = None  # and of titles
+    names: str | None = None  # a pattern for names of item files and of their ids; None: no names match
+    columns: str | None = None  # a pattern for names of their other columns
+    kinds: str | None = None  # a pattern for columns of repeating values, such as genres and categories
+    titles: str | None = None  # a pattern for titles
     words: Words
     user_factors: tuple[str, ...]
     item_factors: tuple[str, ...]
@@ -25,7 +25,7 @@ class Domain(Strict):
 
 @cache
 def domains() -> dict[str, Domain]:
-    """The known domains by name, the more special ones first."""
+    """The known domains by name, the more specific ones first."""
     path = CONFIGS / "domains.yaml"
     return {name: Domain.model_validate(raw) for name, raw in read_yaml(path, "domains", "install anew").items()}
 
@@ -33,9 +33,9 @@ def domains() -> dict[str, Domain]:
 def domain_of(
     names: Collection[str], columns: Collection[str] = (), kinds: Sequence[str] = (), titles: Sequence[str] = ()
 ) -> Domain | None:
-    """The domain that the names of a file of items and of its id speak of, else its values, else its other columns.
+    """The domain that matches the names of an item file and its id; otherwise its values; otherwise its other columns.
 
-    `kinds` and `titles` are those of each item. None if nothing speaks of a domain.
+    `kinds` and `titles` have an entry for each item. None if no domain matches.
     """
     values = {"kinds": kinds, "titles": titles}
     return _named("names", names) or _most_like(values) or _named("columns", columns)
@@ -50,7 +50,7 @@ def _named(pattern: str, present: Collection[str]) -> Domain | None:
 
 
 def _most_like(values: dict[str, Sequence[str]]) -> Domain | None:
-    """The domain whose pattern fits the values of most items; None if it fits too few, or two domains fit alike."""
+    """The domain that fits the values of most items; None if it fits less than half of them, or if two fit alike."""
     shares: list[tuple[float, Domain]] = []
     for domain in domains().values():
         for key, texts in values.items():
@@ -66,7 +66,7 @@ def _most_like(values: dict[str, Sequence[str]]) -> Domain | None:
 
 
 def of_domain(knowledge: KnowledgeSettings, name: str) -> KnowledgeSettings:
-    """The settings with the words, factors and paths of a domain where they have none of their own."""
+    """The settings, with the words, factors and paths of a domain where the settings have none."""
     domain = domains()[name]
     factors = {
         key: getattr(knowledge, key) or getattr(domain, key) for key in ("user_factors", "item_factors", "paths")

@@ -1,4 +1,4 @@
-"""The form of a template's answers as a grammar for guided decoding: what its parser reads, and no longer than fits.
+"""Grammars for guided decoding of a template's answers: they allow what its parser reads, within the token limit.
 
 Grammars are in llguidance's variant of Lark: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md.
 """
@@ -15,17 +15,17 @@ from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.templates import PromptTemplate
 from laserbatch.pipeline.validation import line_of
 
-CHARS_PER_TOKEN = 4  # of English; a bound keeps parts in proportion, and decoding closes an answer before its limit
-FAIR_SHARES = 2  # of an answer's characters that one part may take, so that the others find room
-MIN_CHARS, MAX_CHARS = 16, 4000  # of a part, whatever the token limit
-MAX_ITEMS, MAX_ITEM_CHARS = 8, 60  # of a list in JSON, where the template does not say how many
-_FIRST = r"[\p{L}\p{N}]"  # a part of an answer is not `...`, as the example in a question is
+CHARS_PER_TOKEN = 4  # in English; a bound keeps parts in proportion, and decoding closes an answer before its limit
+FAIR_SHARES = 2  # a part may have this many times its equal share of the characters, so that others find room
+MIN_CHARS, MAX_CHARS = 16, 4000  # characters of a part, whatever the token limit
+MAX_ITEMS, MAX_ITEM_CHARS = 8, 60  # limits of a JSON list, unless the template sets `max_items`
+_FIRST = r"[\p{L}\p{N}]"  # begins a part of an answer, so that it is not `...` as in the example of a question
 # The separators of `json.dumps`, which the shipped templates show to the model.
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def grammar_of(template: PromptTemplate, max_new_tokens: int) -> str | None:
-    """What answers to a template may be, in texts of at most so many tokens; None: its parser takes any text."""
+    """The grammar of answers to a template, of at most `max_new_tokens`; None: its parser takes any text."""
     if template.grammar is not None:
         return template.grammar
     if template.regex is not None:
@@ -44,14 +44,14 @@ def grammar_of(template: PromptTemplate, max_new_tokens: int) -> str | None:
 
 
 def guiding_grammar(template: PromptTemplate, decoding: DecodingSettings) -> str | None:
-    """The grammar that a night holds answers to; None: the model may write any text, or is to think first."""
+    """The grammar that a night's answers must follow; None: the model may write any text, or thinks first."""
     if decoding.guided == "off" or decoding.thinking == "cut":
         return None
     return grammar_of(template, decoding.max_new_tokens)
 
 
 def require_form(template: PromptTemplate, path: Path) -> None:
-    """Raises ConfigError: the form of answers in the file of a template does not compile, or allows no text."""
+    """Raise ConfigError if the form of answers in a template's file does not compile, or allows no text."""
     grammar = grammar_of(template, 512)
     if grammar is None:
         return
@@ -71,7 +71,7 @@ def require_form(template: PromptTemplate, path: Path) -> None:
 
 
 def _lines(heads: tuple[str, ...], num_chars: int) -> str:
-    """Lines that begin with given words and end in a text each, before which the model may write a space."""
+    """A grammar of lines that each begin with a head, then an optional space and a text."""
     rules = " ".join(
         f"{json.dumps(head, ensure_ascii=False)} LINE" for head in (heads[0], *(f"\n{h}" for h in heads[1:]))
     )
@@ -96,7 +96,7 @@ def _text(most: int) -> dict[str, Any]:
 
 
 def _bound(num_chars: int, num_parts: int) -> int:
-    """Characters that one of some parts may have."""
+    """The largest number of characters of each of `num_parts` parts."""
     return max(MIN_CHARS, min(MAX_CHARS, FAIR_SHARES * num_chars // num_parts))
 
 

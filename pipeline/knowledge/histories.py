@@ -1,4 +1,4 @@
-"""What users did with which items, joined from the tables."""
+"""The histories of users: their interactions with items, joined from the tables."""
 
 import math
 import re
@@ -25,18 +25,18 @@ EVENT_WORDS = {
     "buy": "bought", "purchase": "bought", "order": "ordered", "transaction": "bought", "rate": "rated",
     "remove": "removed", "return": "returned", "bookmark": "bookmarked", "favorite": "marked as a favourite",
 }  # fmt: skip
-ROWS_AT_ONCE = 1024 * 1024  # of interactions, which are put in order
+ROWS_AT_ONCE = 1024 * 1024  # interactions that are processed at once
 MAX_KINDS_NAMED = 4  # a sentence names at most this many kinds of events
 
 
 def event_text(event: str, words: Mapping[str, str]) -> str:
-    """What an event is called, by a team's words, the usual ones, or as it is written."""
+    """The words for an event: from the configuration, the usual ones, or the event as it is written."""
     plain = plain_text(event.replace("_", " "), 80)
     return words.get(event) or EVENT_WORDS.get(re.sub(r"[\W_]", "", event.lower()), plain)
 
 
 def labels_of(interactions: pa.Table, words: Mapping[str, str]) -> Labels:
-    """What interactions tell: events where these differ, else ratings, of which 0 and 1 alone are words, too."""
+    """The labels of interactions: events if they differ, otherwise ratings, which are words if only 0 and 1 occur."""
     events = pc.unique(interactions["event"]).drop_null().to_pylist() if "event" in interactions.column_names else []
     phrases = list(dict.fromkeys(event_text(event, words) for event in sorted(events)))
     if len(phrases) > 1:
@@ -59,9 +59,9 @@ def labels_of(interactions: pa.Table, words: Mapping[str, str]) -> Labels:
 
 
 class Histories:
-    """Interactions by user row, those of unknown users and items left out.
+    """Interactions by user row, without those of unknown users and items.
 
-    `starts` int64[num_users + 1] says where a user's events begin, oldest first, among the places of all.
+    `starts`, int64[num_users + 1]: the place of each user's first event; the events of a user are in order of time.
     """
 
     def __init__(self, tables: Tables) -> None:
@@ -71,34 +71,34 @@ class Histories:
         self.starts, self._rows = by_code(lambda: self._known(codes, rows), tables.users.num_rows, tables.scratch)
 
     def _known(self, codes: np.ndarray, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Interactions between known users and items, a part at a time: the rows of their users, and their own."""
+        """Interactions between known users and items, a part at a time: the rows of their users, and their own rows."""
         for start in range(0, len(codes), ROWS_AT_ONCE):
             users = rows[codes[start : start + ROWS_AT_ONCE]]
             is_known = (users >= 0) & (self._item_rows[self._item_codes[start : start + ROWS_AT_ONCE]] >= 0)
             yield users[is_known], start + np.flatnonzero(is_known)
 
     def items(self, places: np.ndarray) -> np.ndarray:
-        """Rows of the item table, int32[n], of the events of some places."""
+        """The rows of the item table, int32[n], for the events at some places."""
         return self._item_rows[self._item_codes[self._rows[places]]]
 
     def values(self, column: str, places: np.ndarray) -> pa.Array:
-        """A column of the interactions of some places; null where there is none."""
+        """A column of the interactions at some places; nulls if there is no such column."""
         if column not in self._interactions.column_names:
             return pa.nulls(len(places))
         values = self._interactions[column].take(pa.array(self._rows[places])).combine_chunks()
         return values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
 
     def newest(self, user_rows: np.ndarray, max_events: int) -> tuple[np.ndarray, np.ndarray]:
-        """Places of the newest events of some users: int64[m], one user's after another's, and int64[n + 1] starts."""
+        """Places of the newest events of some users, int64[m], user by user, and int64[n + 1] starts of each user's."""
         stops = self.starts[user_rows + 1]
         first = np.maximum(self.starts[user_rows], stops - max_events)
         starts = np.concatenate([[0], np.cumsum(stops - first)])
         return np.repeat(first - starts[:-1], stops - first) + np.arange(starts[-1]), starts
 
     def chosen(self, user_rows: np.ndarray, columns: HistoryLines) -> tuple[np.ndarray, np.ndarray]:
-        """Places of the events that a template shows of some users, and starts, as `newest` has them.
+        """Places of the events that a template shows for some users, and starts, as in `newest`.
 
-        What is left out for its age or rank stays left out as events come, so that prompts change with these alone.
+        Events left out for their age or rank stay left out when new ones come, so that prompts change with these alone.
         """
         if columns.max_days is None and columns.half_life is None and not columns.deduplicate:
             return self.newest(user_rows, columns.max_events)
@@ -125,7 +125,7 @@ class Histories:
 
 
 def _ranks(users: np.ndarray, is_shown: np.ndarray) -> np.ndarray:
-    """Count the newer events of its user that are shown, for each event: int64[n]; users ascend."""
+    """The number of newer events of the same user that are shown, for each event: int64[n]; users ascend."""
     newer = np.cumsum(is_shown[::-1])[::-1] - is_shown
     stops = np.searchsorted(users, users, side="right")
     return newer - np.append(newer + is_shown, 0)[stops]

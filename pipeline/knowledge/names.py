@@ -1,8 +1,8 @@
-"""Names and titles in a text, and which of them stand nowhere that the text could know them from.
+"""Names and titles in a text, and those that none of the text's sources contains.
 
-No model is asked. A quoted title counts in any script, a run of capitalised words where the script has capitals; the
-first word of a sentence, which is capitalised whatever it is, does not count. So a few are missed, and some that are
-found are no names (a language may capitalise all nouns): figures are to be compared, not believed by themselves.
+No model is used. A quoted title counts in any script, a run of capitalised words in scripts with capitals; the first
+word of a sentence does not count, since it is always capitalised. So a few names are missed, and some finds are no
+names (a language may capitalise all nouns): compare the figures, rather than trust one by itself.
 """
 
 import re
@@ -20,10 +20,10 @@ HITS_AT_ONCE = 1024
 
 
 def names_in(text: str) -> set[str]:
-    """Quoted titles and runs of capitalised words, in lower case, their words parted by single spaces."""
+    """Quoted titles and runs of capitalised words, in lower case, with single spaces between words."""
     quoted = [match.group(1) for match in QUOTED.finditer(text)]
     runs, end = [[]], None
-    text = QUOTED.sub(lambda match: " x" + " " * (len(match.group()) - 2), text)  # a word that is no name
+    text = QUOTED.sub(lambda match: " x" + " " * (len(match.group()) - 2), text)  # becomes a word that is no name
     for match in WORD.finditer(text):
         word, between = match.group(), "" if end is None else text[end : match.start()]
         is_start = end is None or NOT_A_START.fullmatch(between) is None
@@ -37,7 +37,7 @@ def names_in(text: str) -> set[str]:
 
 
 def unfounded(names: Collection[str], places: Iterable[pa.Array]) -> set[str]:
-    """Those of some names, as `names_in` gives them, that are in no value of some arrays of text, as whole words."""
+    """The names, as from `names_in`, that occur as whole words in no value of the arrays of text `places`."""
     left = set(names)
     for values in places:
         if not left:
@@ -53,7 +53,7 @@ def unfounded(names: Collection[str], places: Iterable[pa.Array]) -> set[str]:
 
 
 def texts_of(table: pa.Table) -> Iterator[pa.Array]:
-    """All text in a table, that of lists too, some rows of a column at a time."""
+    """All text in a table, also in lists, as arrays of some rows of a column."""
     for batch in table.to_batches(ROWS_AT_ONCE):
         for column in batch.columns:
             while pt.is_list(column.type) or pt.is_large_list(column.type):

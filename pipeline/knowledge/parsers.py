@@ -1,8 +1,8 @@
-"""From the model's text to the fields that are kept of it, by stated rules; what they cannot mend is refused.
+"""Parsers that extract fields from the model's text, by fixed rules; a text that these cannot mend is refused.
 
-Repairs of JSON, each counted under its name: `json-around` (prose or a code fence beside it is cut off), `json-cut`
-(the token limit ended it: what is open is closed), `json-syntax` (quotes, commas), `json-shape` (a list where an object
-with one list was asked for, a list for a text, a text for a list).
+Repairs of JSON, each counted under its name: `json-around` (prose or a code fence around it is cut off), `json-cut`
+(the token limit ended it: open parts are closed), `json-syntax` (quotes, commas), `json-shape` (a list in place of an
+object with one list, a list in place of a text, or a text in place of a list).
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from laserbatch.pipeline.errors import ConfigError, RowError
 from laserbatch.pipeline.knowledge.templates import PromptTemplate
 
-MIN_ENTRIES = 4  # of a list that may be told to repeat itself: more than half of them stand in it before
+MIN_ENTRIES = 4  # shorter lists are never loops; in a loop, more than half of the entries repeat earlier ones
 _AT_LINE = re.compile(r"^[ \t]*(?:[#*>\-]+[ \t]*)*\(?(\d{1,2})[.):\]][ \t*]*", re.MULTILINE)
 _INLINE = re.compile(r"(?:^|(?<=\s))\(?(\d{1,2})[.)][ \t*]+(?=[A-Z])")
 _LABEL = re.compile(r"^\**([^:\n]{1,60}?)\**[ \t]*(?::|[–—]| - )\**[ \t]*")
@@ -26,7 +26,7 @@ _BULLET = re.compile(r"^[ \t]*(?:[-*•#>]+[ \t]*|\(?\d{1,2}[.)][ \t]*)?")
 
 
 class Parsed(NamedTuple):
-    """An answer's fields, name -> text, in the order written, and what was mended to get them."""
+    """An answer's fields, name -> text, and the names of the repairs that they needed."""
 
     fields: dict[str, str]
     repairs: tuple[str, ...] = ()
@@ -35,9 +35,8 @@ class Parsed(NamedTuple):
 def parse_answer(template: PromptTemplate, text: str, is_cut: bool = False) -> Parsed:
     """The fields of an answer by the template's parser: aspects or attributes by name, fields of JSON, or `text`.
 
-    `is_cut` says that the token limit ended it. Raises RowError, whose reason is `unparsable` (nothing of the form that
-    was asked for), `missing-field`, `wrong-type`, or `loops` (a list, or three fields or more, say the same again and
-    again).
+    `is_cut`: the token limit ended the answer. Raises RowError with the reason `unparsable` (nothing of the requested
+    form), `missing-field`, `wrong-type`, or `loops` (a list, or three fields or more, repeat the same text).
     """
     if not text.strip():
         raise RowError("unparsable: the text is empty")
@@ -62,7 +61,7 @@ def _with_different_fields(parsed: Parsed) -> Parsed:
 
 
 def _aspects(text: str, factors: tuple[str, ...]) -> dict[str, str]:
-    """Numbered aspects, `1. Genre: ...`; a number alone takes the name of the factor asked for under it."""
+    """Numbered aspects, `1. Genre: ...`; a number without a name takes the name of the factor with that number."""
     marks = list(_AT_LINE.finditer(text))
     inline = list(_INLINE.finditer(text))
     if len(marks) < 2 <= len(inline):
@@ -86,20 +85,20 @@ def _aspects(text: str, factors: tuple[str, ...]) -> dict[str, str]:
 
 
 def _label(body: str, factors: tuple[str, ...]) -> re.Match[str] | None:
-    """The name before a colon or dash; a factor's whole name, which may have those in it, before another."""
+    """Match a name before a colon or dash; a factor's whole name, which may have those in it, takes precedence."""
     named = "|".join(re.escape(factor) for factor in sorted(factors, key=len, reverse=True))
     return re.match(rf"\**({named})\**[ \t]*:\**[ \t]*", body, re.IGNORECASE) or _LABEL.match(body)
 
 
 def _heading(body: str, factors: tuple[str, ...]) -> re.Match[str] | None:
-    """A factor's name alone on its line."""
+    """Match a factor's name alone on its line."""
     heading = _HEADING.match(body)
     names = {factor.lower() for factor in factors}
     return heading if heading and heading.group(1).strip(" *").lower() in names else None
 
 
 def _attributes(text: str, factors: tuple[str, ...]) -> dict[str, str]:
-    """Lines `Name: value` of the names asked for, in whatever list they come; other lines are no attributes."""
+    """Lines `Name: value` with the requested names, in any kind of list; other lines are ignored."""
     canonical = {factor.lower(): factor for factor in factors}
     fields: dict[str, str] = {}
     for line in text.splitlines():
@@ -137,7 +136,7 @@ def _json_fields(template: PromptTemplate, text: str, is_cut: bool) -> Parsed:
 
 
 def _text_of(name: str, kind: str, value: Any) -> tuple[str, bool]:
-    """A field as text, and whether it was of the kind asked for. Raises RowError where it is nothing of the sort."""
+    """A field as text, and whether it had the requested kind. Raises RowError if it has neither kind."""
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         return str(value).strip(), kind == "text" and isinstance(value, str)
     parts = []
@@ -152,13 +151,13 @@ def _text_of(name: str, kind: str, value: Any) -> tuple[str, bool]:
 
 
 def _json_of(text: str, is_cut: bool) -> tuple[Any, tuple[str, ...]]:
-    """Parse the JSON in a text; return it, None if there is none, and the names of the repairs."""
+    """Parse the JSON in a text. Returns it, or None if there is none, and the names of the repairs."""
     starts = [place for place in (text.find("{"), text.find("[")) if place >= 0]
     if not starts:
         return None, ()
     body, repairs = text[min(starts) :], () if not text[: min(starts)].strip() else ("json-around",)
     try:
-        content, end = json.JSONDecoder(strict=False).raw_decode(body)  # line breaks within texts are let be
+        content, end = json.JSONDecoder(strict=False).raw_decode(body)  # line breaks within texts are allowed
         return content, repairs or (("json-around",) if body[end:].strip() else ())
     except (ValueError, RecursionError):
         pass
@@ -173,7 +172,7 @@ def _json_of(text: str, is_cut: bool) -> tuple[Any, tuple[str, ...]]:
 
 
 def _custom_fields(template: PromptTemplate, text: str) -> dict[str, str]:
-    """Parse by `parse(text)` of the user's file beside the template: name -> text; an error refuses the text."""
+    """Parse with `parse(text)` of the user's file next to the template: name -> text. Its errors refuse the text."""
     parse = load_parser(template.parser_path)
     try:
         fields = parse(text)
@@ -195,7 +194,7 @@ def _custom_fields(template: PromptTemplate, text: str) -> dict[str, str]:
 
 @lru_cache(maxsize=8)
 def load_parser(path: Path) -> Callable[[str], Any]:
-    """The function `parse` of a Python file. Raises ConfigError where it cannot be had."""
+    """The function `parse` of a Python file. Raises ConfigError if it cannot be loaded."""
     try:
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None and spec.loader is not None
@@ -204,7 +203,7 @@ def load_parser(path: Path) -> Callable[[str], Any]:
         if not callable(module.parse):
             raise TypeError("parse is no function")
         return module.parse
-    except (Exception, SystemExit) as error:  # a program of the user's may raise anything, and end itself
+    except (Exception, SystemExit) as error:  # the user's program may raise anything, and end itself
         raise ConfigError(
             f"the parser {path} cannot be used: {type(error).__name__}: {error}; expected `def parse(text)` that "
             "returns a dict of texts by name"

@@ -1,7 +1,7 @@
-"""From what is shown of an entity to the token ids that the model reads.
+"""Prompts: token ids for the model from the data of an entity that a template shows.
 
-What all entities share comes first; long histories are cut from their oldest side to a token budget. How chat messages
-become tokens is `chat_format`; what is asked is `templates`.
+The part that all entities share comes first; the oldest events of long histories are cut to fit a token budget.
+`chat_format` turns chat messages into tokens; `templates` has the questions.
 """
 
 import datetime
@@ -23,28 +23,28 @@ from laserbatch.pipeline.knowledge.values import plain_text, value_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LAYOUT_VERSION = 2  # another one where the same template and values become another prompt: fingerprints hold it
+LAYOUT_VERSION = 2  # raise it if the same template and values give another prompt; fingerprints contain it
 PARTS = ("template", "prompt", "model", "decoding", "attributes", "history")  # of a fingerprint; the first 4 are shared
-DIGEST_BYTES = 8  # of each part: compared with one entity's own before, never with all others'
+DIGEST_BYTES = 8  # per part; few, since it is compared only with the same entity's earlier one
 NO_TITLE = "no-title: the item has no title, so there is nothing to ask about"
-Event = tuple[str, str | None, str | None]  # title, attributes and rating as text; None where there are none
+Event = tuple[str, str | None, str | None]  # title, attributes and rating as text; None if there are none
 
 
 @dataclass(frozen=True)
 class RenderedPrompt:
     token_ids: np.ndarray  # int32[n]
-    num_history: int  # events shown
-    num_history_dropped: int  # older ones, left out for the token limit or the template's `max_events`
+    num_history: int  # number of events shown
+    num_history_dropped: int  # number of events left out for the token limit or by the template
     messages: tuple[tuple[str, str], ...] = ()  # (role, content) of each; the tokens render them
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What a template shows of one entity: all that its prompt is made from beside the template."""
+    """The data of one entity that a template shows: all that its prompt is made from besides the template."""
 
-    attributes: str | None  # their lines; None where there is none
-    events: Sequence[Event]  # the newest, oldest first
-    num_events: int  # that there are, with those that are not shown
+    attributes: str | None  # attribute lines; None without attributes
+    events: Sequence[Event]  # the events shown, oldest first
+    num_events: int  # number of all events, shown or not
 
 
 def render_shown(
@@ -54,10 +54,10 @@ def render_shown(
     max_prompt_tokens: int,
     date: datetime.date | None = None,
 ) -> RenderedPrompt:
-    """Render a prompt of at most `max_prompt_tokens`, the chat's too, with as much of the newest history as fits.
+    """Render a prompt of at most `max_prompt_tokens`, chat tokens included, with as much of the newest history as fits.
 
-    `date` is the night's, for a chat template that prints today's; None leaves it to the clock. Raises RowError,
-    "too-long" when it does not fit without any history, "undecodable" when it cannot be written in plain tokens.
+    `date` is the night's, for chat templates that print today's date; None: the clock's. Raises RowError: "too-long" if
+    it does not fit even without history, "undecodable" if it cannot be written in plain tokens.
     """
     head = [template.instruction.strip()] if template.instruction.strip() else []
     if shown.attributes is not None:
@@ -91,7 +91,7 @@ def digest(value: object) -> str:
 
 
 def changed_parts(before: str, after: str) -> tuple[str, ...]:
-    """The names of `PARTS` that differ between two fingerprints; ("version",) where one is of another form."""
+    """The names of `PARTS` that differ between two fingerprints; ("version",) if one has another form."""
     old, new = before.split("-"), after.split("-")
     if len(old) != len(PARTS) or len(new) != len(PARTS):
         return () if before == after else ("version",)
@@ -99,7 +99,7 @@ def changed_parts(before: str, after: str) -> tuple[str, ...]:
 
 
 def attribute_line(name: str, value: object, columns: AttributeLines) -> str | None:
-    """One attribute as its line; None where the value says nothing."""
+    """The line of one attribute; None if its value is empty."""
     text = value_text(value, columns, name)
     label = plain_text(columns.labels.get(name, name), columns.max_value_chars)
     return None if text is None else columns.line.format(label=label, value=text)

@@ -1,7 +1,7 @@
-"""What a template shows of all entities of a side, in columns: who is to be asked anew, and what.
+"""The data that a template shows of all entities of a side, in columns, and their fingerprints.
 
-Values become text once for each distinct one, as `prompts` writes them; no entity is a Python object. A fingerprint's
-last two parts are digests of what is shown, not of the values, so that another way to store the same changes nothing.
+Each distinct value becomes text once, in the form that `prompts` shows; no entity is a Python object. The last two
+parts of a fingerprint are digests of what is shown, not of the values, so that storing them otherwise changes nothing.
 """
 
 import json
@@ -25,16 +25,16 @@ from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.tables.columns import blank
 from laserbatch.pipeline.tables.read import Tables
 
-ROWS_AT_ONCE = 64 * 1024  # of items, whose values are Python objects for a moment
-LABEL_COLUMNS = ("event", "rating")  # of interactions: what a line of history says was done
+ROWS_AT_ONCE = 64 * 1024  # items with values that are Python objects at once
+LABEL_COLUMNS = ("event", "rating")  # columns of interactions that label a line of history
 SHOWN_SCHEMA = pa.schema([("attributes", pa.string()), ("history", pa.string()), ("num_events", pa.int32())])
 _DIGEST = np.dtype(f"V{DIGEST_BYTES}")
 
 
 class SideQuestions:
-    """What is asked about the entities of a side; rows are those of its table.
+    """The data that prompts show of the entities of a side; rows are rows of its table.
 
-    `shared` are the parts of fingerprints that all entities share, joined.
+    `shared`: the parts of fingerprints that all entities share, joined.
     """
 
     def __init__(self, tables: Tables, side: Side, template: PromptTemplate, shared: str) -> None:
@@ -55,14 +55,14 @@ class SideQuestions:
         return pc.if_else(blank(part["title"].combine_chunks()), pa.scalar(None, pa.string()), fingerprints)
 
     def num_events(self, rows: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """Events in the histories of the users of some rows, shown or not, int64[n]; of items none."""
+        """The number of events in the histories of the users in some rows, shown or not, int64[n]; 0 for items."""
         if self.side == "item":
             return np.zeros(self.entities.num_rows, np.int64)[rows]
         starts = self.histories.starts
         return starts[1:][rows] - starts[:-1][rows]
 
     def shown(self, rows: np.ndarray) -> pa.Table:
-        """What is shown of the entities of some rows: `SHOWN_SCHEMA`, for `shown_of_row`."""
+        """The data shown of the entities in some rows: `SHOWN_SCHEMA`, for `shown_of_row`."""
         part = self.entities.take(pa.array(rows))
         history, num_events = pa.nulls(len(rows), pa.string()), self.num_events(rows).astype(np.int32)
         if self._template.history is not None:
@@ -76,7 +76,7 @@ class SideQuestions:
         return pa.table(columns, SHOWN_SCHEMA)
 
     def sampled(self, most: int) -> list[Shown]:
-        """What is shown of at most so many entities, spread evenly over the table."""
+        """The data shown of at most `most` entities, spread evenly over the table."""
         num_rows = self.entities.num_rows
         rows = np.unique(np.linspace(0, num_rows - 1, min(num_rows, most)).astype(np.int64))
         return [shown_of_row(row) for row in self.shown(rows).to_pylist()]
@@ -88,12 +88,12 @@ class SideQuestions:
 
     @cached_property
     def histories(self) -> Histories:
-        """Of users, what they did with which items."""
+        """The histories of all users."""
         return Histories(self.tables)
 
     @cached_property
     def _events(self) -> tuple[pa.Array, pa.Array]:
-        """What a line of history shows of each item: title, and attributes or null."""
+        """The title, and the attributes or null, that a line of history shows of each item."""
         titles, attributes = zip(*map(self._event_texts, _slices(self.tables.items)), strict=True)
         return pa.concat_arrays(titles), pa.concat_arrays(attributes)
 
@@ -105,7 +105,7 @@ class SideQuestions:
         return pc.fill_null(title, ""), _joined(texts, columns.separator, items.num_rows)
 
     def item_texts(self, titles: Collection[str]) -> dict[str, dict[str, str]]:
-        """What histories show of the items of some titles, as prompts have these: by title, texts by column."""
+        """The texts that histories show of items with some titles, as prompts have them: title -> column -> text."""
         columns, items = self._history_lines, self.tables.items
         is_requested = pc.is_in(self._events[0], value_set=pa.array(titles, pa.string()))
         part, item_titles = items.filter(is_requested), self._events[0].filter(is_requested).to_pylist()
@@ -118,7 +118,7 @@ class SideQuestions:
 
     @cached_property
     def _event_digests(self) -> np.ndarray:
-        """V16 (num_items,)."""
+        """The digests of the title and attributes of each item, V8 (num_items,)."""
         digests = []
         for part in _slices(pa.table(dict(zip(("title", "rest"), self._events, strict=True)))):
             texts = zip(part["title"].to_pylist(), part["rest"].to_pylist(), strict=True)
@@ -159,13 +159,13 @@ class SideQuestions:
 
 
 def shown_of_row(row: dict) -> Shown:
-    """A row of `SHOWN_SCHEMA` as prompts are rendered from it."""
+    """A row of `SHOWN_SCHEMA` as the data from which a prompt is rendered."""
     events = [] if row["history"] is None else [tuple(event) for event in json.loads(row["history"])]
     return Shown(row["attributes"], events, row["num_events"])
 
 
 _BETWEEN_PARTS = "\x1f"  # the unit separator, which no text of a list should have
-_NOTHING = b"\xff"  # no attribute is shown: no text has this byte
+_NOTHING = b"\xff"  # digested if no attribute is shown; no text has this byte
 
 
 def _shown_names(table: pa.Table, columns: Columns, left_out: tuple[str, ...], personal: Collection[str]) -> list[str]:
@@ -174,7 +174,7 @@ def _shown_names(table: pa.Table, columns: Columns, left_out: tuple[str, ...], p
 
 
 def _mapped(column: pa.ChunkedArray | pa.Array, show: Callable[[Any], str | None]) -> pa.Array:
-    """The text of each distinct value, made once; null where there is none."""
+    """The text of each value, made once for each distinct one; null if there is none."""
     values = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     if pt.is_list(values.type) and not pc.any(_is_undecided(values.flatten())).as_py():
         joined = pc.binary_join(values, _BETWEEN_PARTS)  # so that lists, too, become text once for each distinct one
@@ -188,7 +188,7 @@ def _mapped(column: pa.ChunkedArray | pa.Array, show: Callable[[Any], str | None
 
 
 def _is_undecided(parts: pa.Array) -> pa.Array:
-    """Whether each part of a list is null, or has what stands between parts."""
+    """Whether each part of a list is null, or contains the separator of parts."""
     return pc.fill_null(pc.match_substring(parts, _BETWEEN_PARTS), True)
 
 
@@ -198,18 +198,18 @@ def _rating_label(rating: float, lines: HistoryLines) -> str | None:
 
 
 def _joined(texts: list[pa.Array], separator: str, num_rows: int) -> pa.Array:
-    """Texts side by side as one, nulls left out; null where all are."""
+    """The texts of each row joined, without nulls; null if all of them are."""
     if not texts:
         return pa.nulls(num_rows, pa.string())
     is_any = pc.coalesce(*texts).is_valid()
-    # Where all are null Arrow would leave out the row itself.
+    # If all texts of a row were null, Arrow would leave out the row itself.
     first = pc.if_else(is_any, texts[0], "")
     joined = pc.binary_join_element_wise(first, *texts[1:], separator, null_handling="skip")
     return pc.if_else(is_any, joined, pa.scalar(None, pa.string()))
 
 
 def _slices(table: pa.Table) -> Iterator[pa.Table]:
-    """A table in parts; of one without rows itself."""
+    """Parts of a table; one empty part if it has no rows."""
     return (table.slice(start, ROWS_AT_ONCE) for start in range(0, max(table.num_rows, 1), ROWS_AT_ONCE))
 
 
@@ -219,7 +219,7 @@ def _digests(parts: Iterable[bytes | memoryview]) -> bytes:
 
 
 def _in_hex(parts: Iterable[bytes | memoryview]) -> pa.Array:
-    """The digests of some data as texts."""
+    """The digests of some data as hexadecimal text."""
     digits = pa.py_buffer(_digests(parts).hex().encode())
     kind = pa.binary(2 * DIGEST_BYTES)
     return pa.Array.from_buffers(kind, digits.size // (2 * DIGEST_BYTES), [None, digits]).cast(pa.string())

@@ -1,7 +1,7 @@
-"""The record that a night keeps of each text: its Arrow schema, and those of the night before by entity.
+"""The records that a night keeps of its texts: their Arrow schema, and the records of the previous night by entity.
 
-One row an entity and side. The text and its token ids are both kept: the ids are what tomorrow's pools are built
-from. Those of a reasoning model hold its thoughts, which it writes again tomorrow; its text does not. Nothing here
+There is one row per entity and side. It has both the text and its token ids, since tomorrow's pools are built from the
+ids. The ids of a reasoning model include its thoughts, which it writes again tomorrow; its text does not. Nothing here
 depends on the clock, so that the same night run twice writes the same bytes.
 """
 
@@ -35,9 +35,9 @@ def knowledge_schema(entity_id_type: pa.DataType) -> pa.Schema:
             pa.field("token_sources", pa.list_(pa.uint8()), nullable=False),  # SOURCE_* of retrieval_pools.sources
             pa.field("fields_json", pa.string(), nullable=False),  # the parsed answer: {aspect: text}
             pa.field("fingerprint", pa.string(), nullable=False),
-            pa.field("run_id", pa.string(), nullable=False),  # that generated it, not that carried it over
+            pa.field("run_id", pa.string(), nullable=False),  # the run that generated it, not one that carried it over
             pa.field("model_id", pa.string(), nullable=False),
-            pa.field("pool_version", pa.string()),  # null: no pool was there
+            pa.field("pool_version", pa.string()),  # null: there was no pool
             pa.field("pool_group", pa.string()),
             pa.field("decoding_json", pa.string(), nullable=False),  # verifier and its settings
             pa.field("num_prompt_tokens", pa.int32(), nullable=False),
@@ -56,21 +56,21 @@ def knowledge_schema(entity_id_type: pa.DataType) -> pa.Schema:
 
 
 class PreviousKnowledge:
-    """Records by their row: the place in their files one after another. Texts and tokens stay on disk until needed.
+    """The records of the previous night by row, counted over all files. Texts and tokens stay on disk until needed.
 
-    On the first night there is no folder, or no file in it. What is held of all records lies in files of the folder
-    `scratch`; None: in memory.
+    On the first night there is no folder, or no file in it. The ids and fingerprints of all records are in files of the
+    folder `scratch`; None: in memory.
     """
 
     def __init__(self, folder: Path | None, scratch: Path | None = None) -> None:
         self._files, self._scratch = [] if folder is None else parquet_files(folder), scratch
         counts = [0]
         self._entity_ids, self._fingerprints = mapped_columns(self._batches(counts), scratch, [None, None])
-        self._starts = np.cumsum(counts)  # of the rows of each file
+        self._starts = np.cumsum(counts)  # rows at which files start, and the end of the last
         self.num_rows = len(self._entity_ids)
 
     def _batches(self, counts: list[int]) -> Iterator[tuple[pa.Array, pa.Array]]:
-        """Ids and fingerprints, file by file, whose numbers of rows are added to `counts`."""
+        """Ids and fingerprints, file by file; the number of rows of each file is appended to `counts`."""
         for file in self._files:
             counts.append(0)
             for batch in iter_parquet(file, ["entity_id", "fingerprint"]):
@@ -78,31 +78,31 @@ class PreviousKnowledge:
                 yield batch["entity_id"], batch["fingerprint"]
 
     def rows_of(self, entity_ids: pa.ChunkedArray) -> np.ndarray:
-        """Row of each entity's record, int64[n]; -1 where it has none."""
+        """The row of each entity's record, int64[n]; -1 if it has none."""
         return rows_among(entity_ids, self._entity_ids)
 
     def fingerprints(self, rows: np.ndarray) -> pa.Array:
-        """What the records of some rows were generated from; null for a row of -1."""
+        """The fingerprints of the records in some rows; null for a row of -1."""
         return self._fingerprints.take(pa.array(rows, mask=rows < 0))
 
     def token_ids(self, rows: np.ndarray) -> "TokenIds":
-        """The texts of some rows; none for a row of -1."""
+        """The token ids of the texts in some rows; null for a row of -1."""
         unique, kind = np.unique(rows[rows >= 0]), pa.large_list(pa.int32())
         chunks = (batch.column(0) for batch in self._taken(unique, ["token_ids"]))
         places = pa.array(np.searchsorted(unique, rows), mask=rows < 0)
         return TokenIds(mapped_column(chunks, self._scratch, kind), places)
 
     def values(self, rows: np.ndarray, columns: list[str]) -> pa.Table:
-        """Some columns of the records of some rows, each of which is one."""
+        """Some columns of the records in some rows; no row may be -1."""
         unique = np.unique(rows)
         parts = [pa.Table.from_batches([batch]) for batch in self._taken(unique, columns)]
         table = pa.concat_tables(parts) if parts else knowledge_schema(pa.string()).empty_table().select(columns)
         return table.take(pa.array(np.searchsorted(unique, rows)))
 
     def whole_files(self, rows: np.ndarray, entity_id_type: pa.DataType) -> Iterator[tuple[Path, slice]]:
-        """Files whose records are all among some rows, ascending, and lie in them as tonight's would.
+        """Files that tonight's would equal: all of their records are among `rows`, which ascend, and none is stale.
 
-        Beside each file the places in `rows` of its records.
+        Each file comes with the slice of `rows` that are its records.
         """
         current, bounds = knowledge_schema(entity_id_type), np.searchsorted(rows, self._starts).tolist()
         for file, num_rows, places in zip(self._files, np.diff(self._starts), pairwise(bounds), strict=True):
@@ -114,7 +114,7 @@ class PreviousKnowledge:
                 yield file, slice(*places)
 
     def records(self, rows: np.ndarray, entity_id_type: pa.DataType, is_stale: bool) -> pa.RecordBatchReader:
-        """Records of some rows, ascending, a few in memory at a time; `is_stale` is what they are to say."""
+        """The records in some rows, ascending, a few in memory at a time; `is_stale` is set in all of them."""
         schema = knowledge_schema(entity_id_type)
         names = [name for name in schema.names if name != "is_stale"]
         columns = (
@@ -125,20 +125,20 @@ class PreviousKnowledge:
         return pa.RecordBatchReader.from_batches(schema, batches)
 
     def _taken(self, rows: np.ndarray, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        """Records of some rows, ascending; files without one are not read."""
+        """The records in some rows, ascending; files without such rows are not read."""
         is_taken = np.zeros(self.num_rows, bool)
         is_taken[rows] = True
         for file, (start, stop) in zip(self._files, pairwise(self._starts.tolist()), strict=True):
             for batch in iter_parquet(file, columns) if is_taken[start:stop].any() else ():
                 mask = is_taken[start : start + batch.num_rows]
                 start += batch.num_rows
-                if mask.any():  # `take` of a whole side fails where it has 2 GiB of text
+                if mask.any():  # `take` of a whole side fails if it has 2 GiB of text
                     yield batch if mask.all() else batch.filter(pa.array(mask))
 
 
 @dataclass(frozen=True)
 class TokenIds:
-    """Texts as large lists of int32, and for each row its text's place; null where it has none."""
+    """Token ids of texts as large lists of int32, and the place of each row's text; null if it has none."""
 
     texts: pa.Array
     places: pa.Array

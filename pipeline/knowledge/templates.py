@@ -1,6 +1,6 @@
-"""Prompt templates: what is asked, as versioned YAML, found by name.
+"""Prompt templates: versioned YAML files, found by name, with the questions to the model.
 
-Templates ship in `configs/prompts/`; a folder of the user's own is looked in first.
+`configs/prompts/` has the templates that ship with laserbatch; a folder of the user's own is searched first.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ SHIPPED_TEMPLATES = CONFIGS / "prompts"
 
 
 CONTROL = re.compile(r"<\|[^|\n]*\|>|\[/?INST\]|<</?SYS>>|</?s>|<(?:start|end)_of_turn>|<(?:bos|eos|pad)>")
-# What texts of a template may name in braces: words of `Words`, also to begin a line with or after `a` or `an`, and the
+# The names in braces that texts of a template may have: words of `Words`, also capitalised or with `a` or `an`, and the
 # factors, numbered or as an enumeration.
 WORDS = frozenset({"user", "item", "items", "interacted", "collection", "enjoy", "User", "Item", "Items", "Interacted",
                    "a_user", "A_user", "a_collection", "factors", "factors_in_words"})  # fmt: skip
@@ -56,7 +56,7 @@ def _pattern(*fields: str, shows: Collection[str] = ()) -> AfterValidator:
 
 
 def _distinct(names: Any) -> Any:
-    """Names of parts of an answer; parsers read them whatever their case."""
+    """Names of parts of an answer, which must differ apart from case, since parsers ignore it."""
     read = [name.strip().lower() for name in names]
     if twice := [name for name in names if read.count(name.strip().lower()) > 1]:
         raise ValueError(f"names the same twice, apart from case: {', '.join(twice)}; keep one of them")
@@ -78,51 +78,50 @@ class Words(Strict):
     items: _Word = Field(default="titles", description="Prompts call several items this: books, songs, jobs.")
     interacted: _Word | None = Field(
         default=None,
-        description="Prompts say with this what users did with items: clicked, viewed, applied for. null: it follows "
-        "from the events or ratings of the table: `clicked or viewed`, `rated from 1 to 5`, `rated`, "
-        "`picked`.",
+        description="Prompts use this verb for what users did with items: clicked, viewed, applied for. null: it "
+        "follows from the events or ratings of the table: `clicked or viewed`, `rated from 1 to 5`, `rated`, `picked`.",
     )
     events: dict[str, _Word] = Field(
         default={},
-        description="Prompts say a value of the column `event` with these words, {play: played}. Common English "
-        "values need none.",
+        description="Prompts show a value of the column `event` as these words, {play: played}. Common English values "
+        "need none.",
     )
     collection: _Word = Field(
-        default="catalogue", description="Prompts call what items are chosen from this: job board, shop."
+        default="catalogue", description="Prompts call the collection of all items this: job board, shop."
     )
     enjoy: _Word = Field(
         default="enjoy",
-        description="Prompts say with this what users do with an item that suits them: enjoy, want.",
+        description="Prompts use this verb for what users do with an item that suits them: enjoy, want.",
     )
 
 
 @dataclass(frozen=True)
 class Labels:
-    """What interactions say of what users did: `histories.labels_of` reads it off them."""
+    """The form in which interactions tell what users did; `histories.labels_of` infers it."""
 
-    interacted: str = "rated from 1 to 5"  # in a sentence on all of them
-    kind: Literal["numbers", "words", "none"] = "numbers"  # none: they are all alike
-    picked: str | None = None  # what a rating of 1 is called, where there are but 0 and 1
+    interacted: str = "rated from 1 to 5"  # a verb for all interactions
+    kind: Literal["numbers", "words", "none"] = "numbers"  # none: all labels are alike
+    picked: str | None = None  # the word for a rating of 1 if only 0 and 1 occur
 
 
 class Columns(Strict):
-    """Which attribute columns are shown, and under what names.
+    """The attribute columns that are shown, and their names in prompts.
 
-    A column that is null or blank in a row is skipped. "*" is every column of the table that `columns` does not name
-    and that does not look like personal data: the title, then the others by name, since a table's order may change any
+    A column that is null or blank in a row is skipped. "*" means all columns of the table that `columns` does not name
+    and that do not look like personal data: the title, then the others by name, since a table's order may change any
     night.
     """
 
     columns: Literal["*"] | tuple[str, ...] = "*"
     exclude: tuple[str, ...] = ()
     labels: dict[str, str] = Field(default_factory=dict)  # column -> name in the prompt
-    optional: tuple[str, ...] = ()  # named above, but a table may be without them
+    optional: tuple[str, ...] = ()  # columns named above that a table need not have
     max_value_chars: int = Field(default=300, ge=1)
-    # Lists that are paths, broad to narrow; other lists are sets. No part of fingerprints, which are of what is shown.
+    # Lists that are paths, broad to narrow; other lists are sets. No part of fingerprints, which cover the text shown.
     paths: tuple[str, ...] = Field(default=(), exclude=True)
 
     def shown(self, attributes: Collection[str], personal: Collection[str] = ()) -> list[str]:
-        """Names of the columns to show, in the order to show them, whatever the order of the table's.
+        """Names of the columns to show, in this order, whatever the order of the table's columns.
 
         `personal` : columns that are shown only if they are named.
         """
@@ -137,7 +136,7 @@ class Columns(Strict):
         return tuple(name for name in self.columns if name != "*")
 
     def missing(self, known: Collection[str]) -> list[str]:
-        """Columns that are named here, not optional, and not among those of a table."""
+        """Columns that are named here, not optional, and not among the columns of a table."""
         named = [*self.named, *self.exclude, *self.labels]
         return [name for name in dict.fromkeys(named) if name not in known and name not in self.optional]
 
@@ -154,20 +153,20 @@ class HistoryLines(Columns):
 
     heading: Text = ""
     line: EventPattern = "- {title} | {attributes} | {rating}"
-    # where labels are words, as `{event}`: clicked, passed over; without it `line`
+    # if labels are words, shown as `{event}`: clicked, passed over; None: `line`
     line_event: Annotated[str, _pattern("number", *_SHOWN, "event", shows=_SHOWN)] | None = None
     line_unrated: EventPattern = "- {title} | {attributes}"
-    separator: str = " | "  # between attribute values; with no attributes the one before them goes too
-    none: Text = "- nothing yet"  # stands for an empty history
-    ratings: dict[float, str] = Field(default_factory=dict)  # what a rating is shown as: {1: clicked, 0: passed over}
-    events: dict[str, str] = Field(default_factory=dict)  # what an event is shown as; over `knowledge.words.events`
-    max_events: int = Field(default=40, ge=0)  # newest kept, of those that the following leave
-    max_days: int | None = Field(default=None, ge=1)  # before the user's newest event; what is older is left out
-    deduplicate: bool = False  # of events with one item the newest alone
-    half_life: float | None = Field(default=None, gt=0)  # events: of the n-th newest 0.5 ^ (n / half_life) are kept
+    separator: str = " | "  # between attribute values; left out before `{attributes}` if there are none
+    none: Text = "- nothing yet"  # shown for an empty history
+    ratings: dict[float, str] = Field(default_factory=dict)  # rating -> text shown: {1: clicked, 0: passed over}
+    events: dict[str, str] = Field(default_factory=dict)  # event -> text shown; overrides `knowledge.words.events`
+    max_events: int = Field(default=40, ge=0)  # number of newest events kept, of those that the next options leave
+    max_days: int | None = Field(default=None, ge=1)  # older events, counted from the user's newest one, are left out
+    deduplicate: bool = False  # whether only the newest of a user's events with one item is kept
+    half_life: float | None = Field(default=None, gt=0)  # n-th newest event is shown with chance 0.5 ^ (n / half_life)
 
     def labelled(self, labels: Labels, words: Words) -> "HistoryLines":
-        """The same lines for labels of a kind: numbers, words, or none that would say anything."""
+        """The same lines for a kind of labels: numbers, words, or none that differ."""
         changes: dict[str, Any] = {"events": words.events | self.events}
         if labels.picked is not None:
             changes["ratings"] = {1: words.interacted or labels.picked, 0: "passed over"} | self.ratings
@@ -179,7 +178,7 @@ class HistoryLines(Columns):
 
 
 class PromptTemplate(Strict):
-    """One question that is asked of every entity of a side.
+    """One question that is asked about every entity of a side.
 
     The prompt is the instruction, which is the same for all entities, then attributes, history and request.
     """
@@ -188,30 +187,30 @@ class PromptTemplate(Strict):
     version: int = Field(ge=1)
     framework: str
     side: Side
-    parser: Annotated[  # a .py: its `parse(text)`
+    parser: Annotated[  # for a .py file: its function `parse(text)`
         str,
         matching(
             r"^(aspects|attributes|free|json|[A-Za-z0-9_\-]+\.py)\Z",
             "aspects, attributes, free, json, or a Python file beside the template",
         ),
     ]
-    factors: Names = ()  # of aspects and attributes: their names
+    factors: Names = ()  # the names of aspects or attributes
     fields: Annotated[dict[_Word, Literal["text", "list"]], AfterValidator(_distinct)] = Field(default={})  # of JSON
-    optional_fields: Names = ()  # that an answer may be without
-    max_items: dict[str, int] = Field(default_factory=dict)  # of a list in JSON, the most that it may hold
-    # The form of answers where the parser does not say it, for guided decoding: one of these.
+    optional_fields: Names = ()  # fields that an answer need not have
+    max_items: dict[str, int] = Field(default_factory=dict)  # JSON list -> the most items that it may have
+    # The form of answers for guided decoding, if the parser does not imply it: one of these.
     json_schema: dict[str, JsonValue] | None = None
     regex: str | None = None
     grammar: str | None = None  # in llguidance's variant of Lark
-    encode: Names = ()  # the parts of the answer that become its vector; none named: the whole text
+    encode: Names = ()  # parts of the answer that are encoded as its vector; empty: the whole text
     any_language: bool = False  # answers may be in another language than the question
     system: Text | None = None
     instruction: Text
     attributes: AttributeLines = AttributeLines()
     history: HistoryLines | None = None
     request: Text | None = None
-    chat_options: dict[str, JsonValue] = Field(default_factory=dict)  # of the chat template; over those of `decoding`
-    parser_path: Path | None = Field(default=None, exclude=True)  # of one's own; found when the template is loaded
+    chat_options: dict[str, JsonValue] = Field(default_factory=dict)  # for the chat template; over those of `decoding`
+    parser_path: Path | None = Field(default=None, exclude=True)  # the user's parser, found when the template is loaded
     parser_sha256: str | None = None
 
     @model_validator(mode="after")
@@ -236,15 +235,15 @@ class PromptTemplate(Strict):
                 raise ValueError(f"`max_items` has {name}: {most}; it gives lists among `fields` a number above 0")
         parts = {"json": tuple(self.fields), "free": ("text",)}.get(self.parser, self.factors)
         for key, names in (("optional_fields", self.optional_fields), ("encode", self.encode)):
-            for name in () if self.parser.endswith(".py") else names:  # whose parts are not known
+            for name in () if self.parser.endswith(".py") else names:  # the parts of a .py parser are unknown
                 if name not in parts:
                     raise ValueError(f"`{key}` has {name!r}, but parser `{self.parser}` gives {', '.join(parts)}")
         return self
 
     def worded(self, words: Words, labels: Labels = Labels(), factors: Sequence[str] | None = None) -> "PromptTemplate":
-        """The same template with the words and factors of a team's own domain in its texts.
+        """The same template with words and factors, such as those of a team's domain, in its texts.
 
-        Factors are in place of those that the template has; one that has none goes without.
+        `factors` replace those of the template; a template without factors ignores them.
         """
         factors = tuple(factors or ()) if self.factors and factors else self.factors
         interacted = words.interacted or labels.interacted
@@ -269,7 +268,7 @@ class PromptTemplate(Strict):
         return self.model_copy(update=changes)
 
     def with_columns(self, paths: Sequence[str] = (), personal: Collection[str] = ()) -> "PromptTemplate":
-        """The same template, with `paths` shown as such, and `personal` (users.zip_code) where all others are shown."""
+        """The same template, with `paths` shown as paths, and with `personal` columns (users.zip_code) added to "*"."""
         changes: dict[str, Any] = {}
         for name, table in (("attributes", f"{self.side}s"), ("history", "items")):
             block: Columns | None = getattr(self, name)
@@ -281,7 +280,7 @@ class PromptTemplate(Strict):
         return self.model_copy(update=changes)
 
     def with_chat_options(self, options: Mapping[str, Any]) -> "PromptTemplate":
-        """The same template, with these options of the chat template where it has none of its own."""
+        """The same template, with these options of the chat template where it does not set its own."""
         return self.model_copy(update={"chat_options": {**options, **self.chat_options}})
 
     @property
@@ -303,26 +302,26 @@ _ColumnName = Annotated[str, matching(r"^(users|items)\..", "users.COLUMN or ite
 
 
 class KnowledgeSettings(Strict):
-    """What prompts ask about users and items."""
+    """The questions that prompts ask about users and items."""
 
     user_template: str = Field(default="kar_user", description="Prompts of users are made from this template.")
     item_template: str = Field(default="kar_item", description="Prompts of items are made from this template.")
     template_dir: Path | None = Field(
         default=None,
-        description="Templates are looked for in this folder first, then among those that ship. null: only those that"
-        " ship are used.",
+        description="Templates are searched for in this folder first, then among those that ship with laserbatch. "
+        "null: only the latter are used.",
     )
     words: Words = Field(
         default=Words(), description="Prompts call your users and items, and what users do with items, by these words."
     )
     user_factors: Names | None = Field(
         default=None,
-        description="User prompts ask about these factors, which decide whether users like items, if the template "
-        "ships with laserbatch. null: the factors of the template.",
+        description="User prompts ask about these factors, on which it depends whether users like items. A template of "
+        "your own keeps its factors. null: the factors of the template.",
     )
     item_factors: Names | None = Field(
         default=None,
-        description="Item prompts ask about these factors, if the template ships with laserbatch. null: the factors "
+        description="Item prompts ask about these factors. A template of your own keeps its factors. null: the factors "
         "of the template.",
     )
     personal_attributes: tuple[_ColumnName, ...] = Field(
@@ -346,9 +345,9 @@ class KnowledgeSettings(Strict):
         return self.user_template if side == "user" else self.item_template
 
     def template(self, side: Side, labels: Labels = Labels()) -> PromptTemplate:
-        """A side's template in the configured words and factors; raises ConfigError as `load_template` does.
+        """A side's template with the configured words and factors. Raises ConfigError like `load_template`.
 
-        A template of one's own keeps the factors that stand in it.
+        A user's own template keeps the factors that it has.
         """
         name, factors = self.template_of(side), self.user_factors if side == "user" else self.item_factors
         is_own = template_path(name, self.template_dir).parent != SHIPPED_TEMPLATES
@@ -357,7 +356,7 @@ class KnowledgeSettings(Strict):
 
 
 def template_path(name: str, folder: str | Path | None = None) -> Path:
-    """The file of a template, that of one's own folder first. Raises ConfigError where there is none."""
+    """The file of a template, from the user's own `folder` if it is there. Raises ConfigError if there is none."""
     folders = [SHIPPED_TEMPLATES] if folder is None else [Path(folder), SHIPPED_TEMPLATES]
     path = next((path for place in folders if (path := place / f"{name}.yaml").is_file()), None)
     if path is None:
@@ -368,7 +367,7 @@ def template_path(name: str, folder: str | Path | None = None) -> Path:
 
 
 def load_template(name: str, folder: str | Path | None = None) -> PromptTemplate:
-    """Load a template by name: `<folder>/<name>.yaml` where there is one, else the one that ships.
+    """Load a template by name: `<folder>/<name>.yaml` if it exists, otherwise the one that ships with laserbatch.
 
     Its texts still have words in braces, which `PromptTemplate.worded` fills in. Raises ConfigError, which names file,
     line and key.

@@ -1,8 +1,8 @@
-"""The thoughts that a reasoning model writes before its answer: where in a text they begin and end.
+"""Finds where in a text the thoughts that a reasoning model writes before its answer begin and end.
 
-Some chat templates open them in the prompt, so that a text has their end alone; other models open them themselves.
-Marks that a tokenizer or its chat template has (`<think>`, `[THINK]`, channels of gpt-oss) are marks wherever they
-stand. Other models' are looked for only where a text begins with one that its prompt does not ask for.
+Some chat templates open thoughts in the prompt, so that a text has only their end; other models open them themselves.
+Marks that a tokenizer or its chat template has (`<think>`, `[THINK]`, channels of gpt-oss) count anywhere in a text.
+Marks of other models count only if a text begins with one that its prompt does not ask for.
 """
 
 import re
@@ -32,9 +32,9 @@ _CLOSE = (
     r"|<\|close\|>think<\|sep\|>(?:\s*<\|open\|>response<\|sep\|>)?|Here is my response:|\[BEGIN FINAL RESPONSE\]"
 )
 _MARK = re.compile(rf"(?P<open>{_OPEN})|(?P<close>{_CLOSE})", re.IGNORECASE)
-_FORMS = ("<", "[", "◁", "Here ")  # one of which each mark has
+_FORMS = ("<", "[", "◁", "Here ")  # each mark contains one of these
 _OPENS_AT_END = re.compile(rf"(?:{_OPEN})\s*$", re.IGNORECASE)
-# Tokens of marks that a template need not write, and marks without a common word: what their pairs go by.
+# Names of pairs, for tokens of marks that a template need not write, and for marks without a common word.
 _PARTS = {"<|channel|>": "channel", "<|channel>": "channel", "<channel|>": "channel", "<|open|>": "think<|sep|>"}
 _PHRASES = {"here is my": "here is my", "here are my": "final response", "final response": "final response"}
 _WRAPPED = re.compile(r"\s*<\|?(?:begin_of_)?(answer|final_answer|response|output|solution)\|?>", re.IGNORECASE)
@@ -43,19 +43,19 @@ _SIDE = re.compile(r"[/|｜]|(?:begin|start|end)(?:[_▁]of)?[_▁]|[_▁](?:beg
 
 @dataclass(frozen=True)
 class AnswerSpans:
-    """The parts of a text that are no thoughts."""
+    """The parts of a text that are not thoughts."""
 
     spans: tuple[tuple[int, int], ...]  # start and end in characters
-    open_at: int | None = None  # where thoughts begin that do not end
+    open_at: int | None = None  # start of thoughts that do not end
 
 
 def is_thought_mark(text: str) -> bool:
-    """Whether a token's text begins or ends thoughts, or is part of what does."""
+    """Whether a token's text begins or ends thoughts, or is part of a mark that does."""
     return _MARK.fullmatch(text) is not None or text in _PARTS
 
 
 def opens_thoughts(tokenizer: "PreTrainedTokenizerBase", prompt_end: str) -> bool:
-    """Whether a prompt, of which this is the end, has the model go on within thoughts."""
+    """Whether a prompt with this end lets the model continue within thoughts."""
     mark = _OPENS_AT_END.search(prompt_end)
     return mark is not None and _is_own(tokenizer, mark.group().strip())
 
@@ -72,14 +72,14 @@ def without_thoughts(
     is_in_prompt: Callable[[str], bool],
     is_quoted: Callable[[str], bool] = lambda mark: False,
 ) -> AnswerSpans:
-    """The parts of a text that are no thoughts.
+    """The parts of a text that are not thoughts.
 
     Parameters
     ----------
     text : with its control tokens.
     is_open : the prompt opened thoughts.
-    is_in_prompt : whether a mark stands in the prompt, which then asks for it.
-    is_quoted : whether what looks like a mark is plain text, as in a title of the tables.
+    is_in_prompt : whether the prompt contains a mark, and so asks for it.
+    is_quoted : whether an apparent mark is plain text, as in a title of the tables.
     """
     if not is_open and not any(form in text for form in _FORMS):  # nearly all texts
         return AnswerSpans(((0, len(text)),))
@@ -94,7 +94,7 @@ def without_thoughts(
             if open_at is None:
                 spans, open_at = [*spans, (begin, mark.start())], mark.start()
             continue
-        spans = [] if open_at is None else spans  # what nobody opened was opened by the prompt
+        spans = [] if open_at is None else spans  # a closing mark alone: the prompt opened the thoughts
         wrapped = _WRAPPED.match(text, mark.end())
         wrapped = None if wrapped and is_in_prompt(wrapped.group().strip()) else wrapped
         rest = wrapped.end() if wrapped else mark.end()
@@ -116,7 +116,7 @@ def _pair(mark: str) -> str:
 
 
 def _is_own(tokenizer: "PreTrainedTokenizerBase", mark: str) -> bool:
-    """Whether a mark, or the one that it pairs with, is one of the tokenizer or of its chat template."""
+    """Whether a mark, or the mark that it pairs with, is one of the tokenizer or its chat template."""
     return _pair(mark) in _own_pairs(tokenizer)
 
 

@@ -1,9 +1,9 @@
-"""The marks that a chat template writes around turns, and what of an answer is beyond the model's own turn.
+"""The marks that a chat template writes around turns, and the search for those that end the model's turn in an answer.
 
-A model that was tuned with another end token than its configuration names goes on after its answer and invents turns.
-So the marks are taken from the template, by rendering a chat whose messages are placeholders: control tokens that stand
-between them end texts (`ChatMarks.end_tokens`), and marks that are plain text (`### Human:`, `[INST]`) are looked for
-when a text is finished. What the template has a model write before its content (`<|channel|>final<|message|>`) is none.
+A model that was tuned with another end token than its configuration names continues after its answer and invents turns.
+So the marks are taken from the template, by rendering a chat whose messages are placeholders. Control tokens between
+messages end texts (`ChatMarks.end_tokens`); marks of plain text (`### Human:`, `[INST]`) are searched for in a finished
+text. Marks that the model itself writes before its content (`<|channel|>final<|message|>`) do not count.
 """
 
 import re
@@ -20,41 +20,41 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PLACEHOLDERS = {name: f"lb5e9b71c0y{n}" for n, name in enumerate(("system", "user", "assistant", "user again"))}
-_CHATS = (tuple(_PLACEHOLDERS), tuple(_PLACEHOLDERS)[1:], ("user",))  # the longest that a template takes
+_CHATS = (tuple(_PLACEHOLDERS), tuple(_PLACEHOLDERS)[1:], ("user",))  # the first that a template takes is used
 # Control tokens of other models, written as plain text: <|user|>, <<SYS>>, [INST], <human>.
 _FORM = re.compile(r"<<?[^<>\s]{1,40}>>?|\[/?\|?[A-Za-z_]{2,30}\|?\]")
 _LABEL = re.compile(r"(?=.*[^\W\d_])(?:[^\n]{1,40}:|#{1,6} [^\n]{1,40})")  # `USER:`, `### Response:`, `### User`
-_IS_NO_PROSE = re.compile(r"#|[A-Z]{3,}:")  # of labels: also within a line no answer has them
+_IS_NO_PROSE = re.compile(r"#|[A-Z]{3,}:")  # labels that no answer has, even within a line
 _SENTENCE_END = r"(?<=[.!?…\"'”’)\]>}。！？])"
-# Tokens that no answer goes on behind, also where neither template nor configuration names them; padding is one, too.
+# Tokens that end an answer even if neither template nor configuration names them; padding does, too.
 _END = re.compile(
     r"</s>|<\|?(?:eos|eot|eot_id|eom_id|eod|end|endoftext|end_of_text|end_of_turn|end_of_message|im_end|return)\|?>|"
     r"<｜end▁of▁sentence｜>|<\|END_OF_TURN_TOKEN\|>"
 )
-_CHANNEL = "<|channel|>"  # of gpt-oss: thoughts and answer are messages, each with role marks of its own
+_CHANNEL = "<|channel|>"  # gpt-oss: thoughts and answer are messages, each with its own role marks
 
 
 @dataclass(frozen=True)
 class ChatMarks:
-    """What in an answer says that the model's turn is over."""
+    """The marks in an answer that end the model's turn."""
 
     end_tokens: dict[int, str]  # id and text of role marks that are one token, and of known end tokens
-    labels: re.Pattern[str] | None  # of those that are text; None: there are none
+    labels: re.Pattern[str] | None  # pattern of role marks that are text; None without any
 
     def turn_in(self, text: str, start: int = 0) -> re.Match[str] | None:
-        """The first role mark that is text, with which another turn begins; a label at the very beginning is none."""
+        """The first role mark of plain text, which begins another turn; a label at the beginning does not count."""
         return self.labels.search(text, len(text) - len(text[start:].lstrip())) if self.labels else None
 
 
 @lru_cache(maxsize=32)
 def chat_marks(tokenizer: "PreTrainedTokenizerBase") -> ChatMarks:
-    """The role marks of a tokenizer's chat template; none without a template, or with one that fails."""
+    """The role marks of a tokenizer's chat template, if it has one that works, and known end tokens."""
     texts, names = _between_messages(tokenizer)
     control = control_tokens(tokenizer)
     tokens = [[i for i in tokenizer(text, add_special_tokens=False)["input_ids"] if i in control] for text in texts]
     written_by_model: list[int] = []
     labels = [*_text_marks(texts, names, list(control.values()))]
-    if "assistant" in names:  # what goes before its message beyond the generation prompt, which is the last text
+    if "assistant" in names:  # marks before its message that are not in the generation prompt, the last text
         place = names.index("assistant")
         num_shared = sum(
             1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens[place], tokens[-1], strict=False))
@@ -71,7 +71,7 @@ def chat_marks(tokenizer: "PreTrainedTokenizerBase") -> ChatMarks:
 
 
 def _between_messages(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[str], list[str]]:
-    """What the template writes before each message and after the last, and the messages' names."""
+    """The texts that the template writes before each message and after the last one, and the messages' names."""
     roles = {placeholder: name for name, placeholder in _PLACEHOLDERS.items()}
     for chat in _CHATS if tokenizer.chat_template else ():
         messages = [{"role": name.split()[0], "content": _PLACEHOLDERS[name]} for name in chat]
@@ -85,7 +85,7 @@ def _between_messages(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[str], 
 
 
 def _text_marks(texts: list[str], names: list[str], control: list[str]) -> Iterator[str]:
-    """Patterns of role marks that are no control tokens; of the text before the first message its last line alone."""
+    """Patterns of role marks that are no control tokens; before the first message only the last line counts."""
     pattern = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or r"(?!)")
     for place, text in enumerate(texts):
         if names[place : place + 1] == ["assistant"]:  # the generation prompt, and what the model writes itself

@@ -1,7 +1,7 @@
-"""How the values of a table read in prompts.
+"""The text of a table's values in prompts.
 
-A value has one text, whatever type an exporter stored it as, and two values that differ have two texts. The only
-exceptions are texts longer than `max_value_chars`, which are cut: a change behind the cut changes no prompt.
+A value has the same text in whatever type an exporter stored it, and different values have different texts. The only
+exceptions are texts longer than `max_value_chars`, which are cut: a change after the cut changes no prompt.
 """
 
 import datetime
@@ -18,20 +18,17 @@ import pyarrow.types as pt
 
 from laserbatch.pipeline.knowledge.templates import Columns
 
-SMALLEST_PLAIN, LARGEST_PLAIN = 1e-12, 1e21  # a number beyond these is written with an exponent
+SMALLEST_PLAIN, LARGEST_PLAIN = 1e-12, 1e21  # numbers beyond these are written with an exponent
 PATH, SET = " > ", ", "
 SUBSECOND_DIGITS = {"s": 0, "ms": 3, "us": 6, "ns": 9}
-YES_OR_NO = frozenset(("yes", "no", "true", "false"))  # say nothing without their column's name
+YES_OR_NO = frozenset(("yes", "no", "true", "false"))  # mean nothing without their column's name
 _QUOTED = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
-# A list of texts that an exporter wrote as one text: JSON, or what Python prints of a list, tuple or set.
+# A list of texts that an exporter wrote as one text: JSON, or Python's form of a list, tuple or set.
 _LISTED = re.compile(rf"[\[({{]\s*{_QUOTED}(?:\s*,\s*{_QUOTED})*\s*,?\s*[\])}}]", re.DOTALL)
 
 
 def value_text(value: object, columns: Columns, name: str) -> str | None:
-    """A value of a column as prompts show it, in one line.
-
-    None where it says nothing: null, NaN, a blank text, a list of nothing.
-    """
+    """A value of a column as prompts show it, in one line; None for null, NaN, blank text and empty lists."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float | np.floating | Decimal):
@@ -46,16 +43,16 @@ def value_text(value: object, columns: Columns, name: str) -> str | None:
 
 
 def event_value(value: object, columns: Columns, name: str) -> str | None:
-    """A value of an item's column as a line of history shows it: without the column's name, except a yes or no."""
+    """A value of an item's column in a line of history: without the column's name, except for a yes or no."""
     text = value_text(value, columns, name)
     is_named = text is not None and text.casefold() in YES_OR_NO
     return plain_text(f"{name}: {text}", columns.max_value_chars) if is_named else text
 
 
 def number_text(value: int | float | np.floating | Decimal) -> str:
-    """A number in full: its shortest digits that no other number of its type has, without trailing zeros.
+    """A number in full: the shortest digits that only it has in its type, without trailing zeros.
 
-    Whole numbers read alike in every type.
+    Whole numbers below `LARGEST_PLAIN` have the same text in every type.
     """
     if isinstance(value, Decimal):
         text = f"{value:f}"
@@ -73,13 +70,13 @@ def number_text(value: int | float | np.floating | Decimal) -> str:
 
 
 def time_text(text: str) -> str:
-    """A time in ISO form: its seconds without trailing zeros, and of midnight only the day."""
+    """A time in ISO form: seconds without trailing zeros; only the day for midnight."""
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return text.removesuffix(" 00:00:00")
 
 
 def list_text(parts: Iterable[object], is_path: bool) -> str:
-    """A path in its order; any other list as a set, since exporters write a set in another order each time."""
+    """A path in its order; any other list as a sorted set, since exporters write a set in varying order."""
     between = PATH if is_path else SET
     texts = (" ".join(unicodedata.normalize("NFC", str(part)).split()) for part in parts if part is not None)
     # Quotes keep one part with a comma apart from two parts.
@@ -89,13 +86,13 @@ def list_text(parts: Iterable[object], is_path: bool) -> str:
 
 
 def plain_text(text: str, max_chars: int) -> str:
-    """One line in NFC: a value cannot start a line of its own and so pass for another."""
+    """One line in NFC, of at most `max_chars`: a value cannot begin a new line and so pass for another value."""
     text = " ".join(unicodedata.normalize("NFC", text).split())
     return text if len(text) <= max_chars else text[: max_chars - 1].rstrip() + "…"
 
 
 def python_values(values: pa.Array) -> list[object]:
-    """Values for `value_text`, none of which loses digits; times in UTC."""
+    """Values for `value_text`, without loss of digits; times in UTC."""
     kind = values.type
     if pt.is_floating(kind) and kind != pa.float64():
         return list(values.to_numpy(zero_copy_only=False))
@@ -106,17 +103,17 @@ def python_values(values: pa.Array) -> list[object]:
     if not pt.is_temporal(kind) or pt.is_interval(kind):
         return values.to_pylist()
     if pt.is_timestamp(kind):
-        values = values.cast(pa.timestamp(kind.unit))  # of a time with a zone that in UTC
+        values = values.cast(pa.timestamp(kind.unit))  # times with a zone become UTC
     return [text if text is None else time_text(text) for text in values.cast(pa.string()).to_pylist()]
 
 
 def _listed(value: object) -> list[str] | None:
-    """The parts of a text that lists texts; None of any other value."""
+    """The parts of a text that lists texts; None for any other value."""
     if not isinstance(value, str) or not _LISTED.fullmatch(text := value.strip()):
         return None
     try:
         return json.loads(text)
-    except ValueError:  # Python's
+    except ValueError:  # not JSON, but Python's form
         quoted = re.findall(_QUOTED, text, re.DOTALL)
         return [
             re.sub(r"\\(.)", lambda escaped: " " if escaped[1] in "nrt" else escaped[1], item[1:-1]) for item in quoted
