@@ -24,7 +24,7 @@ MIN_SHARE_OWN_SCRIPT = 0.5  # share of an answer's letters that must be in the q
 MIN_LETTERS = 20  # shorter answers are not judged by their script
 MIN_WORDS = 12  # shorter answers in Latin script are not judged by their language
 MIN_SHARE_COMMON = 0.2  # a text is in a language if this share of its words are common words of the language
-MAX_SHARE_OF_QUESTION_LANGUAGE = 0.25  # and the question's language has less than this share of its common words
+MAX_SHARE_OF_QUESTION_LANGUAGE = 0.25  # and the question's language has less than this fraction of that share
 _WORD = re.compile(r"[^\W\d_]+")
 # Common words of each language, if possible words that no other of these languages has.
 COMMON_WORDS = {
@@ -100,7 +100,7 @@ def own_words(text: str, shown: Shown, script: str | None) -> str:
 
 @lru_cache(maxsize=16)
 def language_of(text: str) -> str | None:
-    """The language with the most common words in a text; None for a short text, or one with few of any language's."""
+    """The language whose common words have the largest share of a text; None for a short text or a small share."""
     shares = {name: _share(text, words) for name, words in COMMON_WORDS.items()}
     most = max(shares, key=shares.__getitem__)
     return most if len(_WORD.findall(text)) >= MIN_WORDS and shares[most] >= MIN_SHARE_COMMON else None

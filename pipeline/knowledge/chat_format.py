@@ -135,14 +135,14 @@ def _apply(
             options["chat_template"] = _strftime_macro(date) + template
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
         return cast(str, rendered)
-    except Exception as error:  # a chat template is a program of the model's and may raise anything
+    except Exception as error:  # the model's chat template is a program and may raise anything
         if "system" in roles:
             return ""  # many templates refuse a system message
         raise ModelError(f"the tokenizer's chat template fails on a plain user message: {error}") from error
 
 
 def encode_content(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """Token ids of a text without any control token, whatever it looks like. Raises RowError if there are none such."""
+    """Token ids of a text without any control token, whatever it looks like. Raises RowError if that is impossible."""
     ids = _encode(tokenizer, text)
     control = control_tokens(tokenizer)
     if control.keys().isdisjoint(ids):
@@ -158,7 +158,7 @@ def encode_content(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]
 
 
 def _meant(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """Token ids of a text with the control tokens that it writes."""
+    """Token ids of a text, with its control tokens as such."""
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 

@@ -100,9 +100,10 @@ class PreviousKnowledge:
         return table.take(pa.array(np.searchsorted(unique, rows)))
 
     def whole_files(self, rows: np.ndarray, entity_id_type: pa.DataType) -> Iterator[tuple[Path, slice]]:
-        """Files that tonight's would equal: all of their records are among `rows`, which ascend, and none is stale.
+        """Files that tonight can take unchanged: of the current schema, with no stale record, and all records among
+        `rows`.
 
-        Each file comes with the slice of `rows` that are its records.
+        `rows` ascend; each file comes with the slice of them that are its records.
         """
         current, bounds = knowledge_schema(entity_id_type), np.searchsorted(rows, self._starts).tolist()
         for file, num_rows, places in zip(self._files, np.diff(self._starts), pairwise(bounds), strict=True):
@@ -114,7 +115,7 @@ class PreviousKnowledge:
                 yield file, slice(*places)
 
     def records(self, rows: np.ndarray, entity_id_type: pa.DataType, is_stale: bool) -> pa.RecordBatchReader:
-        """The records in some rows, ascending, a few in memory at a time; `is_stale` is set in all of them."""
+        """The records in some rows, ascending, a few in memory at a time; all get the given `is_stale`."""
         schema = knowledge_schema(entity_id_type)
         names = [name for name in schema.names if name != "is_stale"]
         columns = (

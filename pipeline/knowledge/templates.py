@@ -78,8 +78,8 @@ class Words(Strict):
     items: _Word = Field(default="titles", description="Prompts call several items this: books, songs, jobs.")
     interacted: _Word | None = Field(
         default=None,
-        description="Prompts use this verb for what users did with items: clicked, viewed, applied for. null: it "
-        "follows from the events or ratings of the table: `clicked or viewed`, `rated from 1 to 5`, `rated`, `picked`.",
+        description="Prompts use these words for what users did with items: clicked, viewed, applied for. null: they "
+        "follow from the events or ratings of the table: `clicked or viewed`, `rated from 1 to 5`, `rated`, `picked`.",
     )
     events: dict[str, _Word] = Field(
         default={},
@@ -99,7 +99,7 @@ class Words(Strict):
 class Labels:
     """The form in which interactions tell what users did; `histories.labels_of` infers it."""
 
-    interacted: str = "rated from 1 to 5"  # a verb for all interactions
+    interacted: str = "rated from 1 to 5"  # the words for it, for all interactions
     kind: Literal["numbers", "words", "none"] = "numbers"  # none: all labels are alike
     picked: str | None = None  # the word for a rating of 1 if only 0 and 1 occur
 
@@ -166,7 +166,7 @@ class HistoryLines(Columns):
     half_life: float | None = Field(default=None, gt=0)  # n-th newest event is shown with chance 0.5 ^ (n / half_life)
 
     def labelled(self, labels: Labels, words: Words) -> "HistoryLines":
-        """The same lines for a kind of labels: numbers, words, or none that differ."""
+        """The same lines, adapted to labels that are numbers, words, or all alike."""
         changes: dict[str, Any] = {"events": words.events | self.events}
         if labels.picked is not None:
             changes["ratings"] = {1: words.interacted or labels.picked, 0: "passed over"} | self.ratings

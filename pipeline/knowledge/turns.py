@@ -77,7 +77,7 @@ def _between_messages(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[str], 
         messages = [{"role": name.split()[0], "content": _PLACEHOLDERS[name]} for name in chat]
         try:
             rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception:  # a chat template is a program of the model's; many refuse a system message
+        except Exception:  # the model's chat template is a program; many refuse a system message
             continue
         parts = re.split("(" + "|".join(roles) + ")", cast(str, rendered))
         return parts[::2], [roles[placeholder] for placeholder in parts[1::2]]

@@ -36,7 +36,7 @@ def read_csv(path: Path, files: SourceFiles, note: Callable[[str], object]) -> I
     """Read a CSV as text columns. No type is guessed, so that the zip code 01234 keeps its zero."""
     form = files.csv_format(path)
     converted = None
-    if len(form.delimiter) > 1:  # MovieLens' `::`
+    if len(form.delimiter) > 1:  # such as `::` of MovieLens
         with pa.input_stream(str(path)) as raw:
             converted = pa.py_buffer(raw.read().replace(form.delimiter.encode(form.encoding), b"\x1f"))
         form = replace(form, delimiter="\x1f")

@@ -25,7 +25,7 @@ MAX_CHARS = 2_000  # characters of a value that are examined
 MIN_SHARE = 0.3  # share of values in a form that only personal data have
 MIN_DIGITS_SHARE = 0.9  # share of values in a form that other numbers may have by chance
 MIN_FLAG_SHARE = 0.95  # share of yes or no: such a column says whether somebody has an address, not which
-MIN_NUMBER = 10_000  # a column whose numbers are all smaller counts e-mails, tokens or phones
+MIN_NUMBER = 10_000  # a column with smaller numbers only counts e-mails, tokens or phones
 FLAGS = frozenset(
     ["y", "n", "yes", "no", "t", "f", "true", "false", "0", "1", "0.0", "1.0", "j", "ja", "nein", "oui", "non"]
 )

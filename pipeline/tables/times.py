@@ -34,7 +34,7 @@ _PATTERNS = {
 }  # fmt: skip
 _SHORT = {"%F": "%Y-%m-%d", "%D": "%m/%d/%y", "%T": "%H:%M:%S", "%R": "%H:%M"}
 _ZONE = r"[+-]\d{2}(?::?\d{2})?|[A-Za-z][A-Za-z0-9_+/-]*"
-# Abbreviations with one meaning, and those that RFC 5322 gives one. CST, IST, BST and the like have several.
+# Abbreviations with one meaning, or one usual meaning (RFC 5322). CST, IST, BST and the like have several.
 _HOURS = {
     "Z": 0, "UTC": 0, "GMT": 0, "WET": 0, "WEST": 1, "CET": 1, "CEST": 2, "MEZ": 1, "MESZ": 2, "EET": 2, "EEST": 3,
     "MSK": 3, "JST": 9, "KST": 9, "EST": -5, "EDT": -4, "MDT": -6, "MST": -7, "PDT": -7, "PST": -8,
