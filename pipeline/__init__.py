@@ -1,4 +1,4 @@
-"""From entity rows to knowledge and features."""
+"""The pipeline from rows of users and items to knowledge texts and features."""
 
 import os
 

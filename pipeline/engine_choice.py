@@ -15,7 +15,7 @@ MAX_WEIGHTS_SHARE = 0.85  # share of a GPU's memory for weights; the KV cache an
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """The engine that fits, why it does, and how many GPUs of one node hold the weights."""
+    """The engine that fits, the reason, and the number of GPUs of one node that hold the weights."""
 
     engine: Literal["laserbatch", "vllm"]
     reason: str

@@ -43,7 +43,7 @@ class SideQuestions:
         self._template, self._shared = template, shared
 
     def fingerprints(self, start: int, stop: int) -> pa.Array:
-        """Fingerprints of the entities of some rows, by `prompts.PARTS`; null where an item has no title."""
+        """The fingerprints of the entities in some rows, by `prompts.PARTS`; null for an item without a title."""
         part = self.entities.slice(start, stop - start)
         lines = self._attribute_lines(part).dictionary_encode("encode")
         shown = (_NOTHING if line is None else line.encode() for line in lines.dictionary.to_pylist())

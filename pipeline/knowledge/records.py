@@ -100,8 +100,7 @@ class PreviousKnowledge:
         return table.take(pa.array(np.searchsorted(unique, rows)))
 
     def whole_files(self, rows: np.ndarray, entity_id_type: pa.DataType) -> Iterator[tuple[Path, slice]]:
-        """Files that tonight can take unchanged: of the current schema, with no stale record, and all records among
-        `rows`.
+        """Files that tonight can take unchanged: of the current schema, with all records among `rows`, and none stale.
 
         `rows` ascend; each file comes with the slice of them that are its records.
         """

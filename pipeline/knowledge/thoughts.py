@@ -109,7 +109,7 @@ def without_thoughts(
 
 
 def _pair(mark: str) -> str:
-    """The name that the opening and the closing mark of thoughts have in common."""
+    """The name that the opening and the closing mark of a pair have in common."""
     mark = mark.lower()
     common = {part: part for part in _PARTS.values()} | _PHRASES
     return next((pair for part, pair in common.items() if part in mark), None) or _SIDE.sub("", mark)

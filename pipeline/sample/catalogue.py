@@ -27,7 +27,7 @@ SHARE_PLAIN_TITLES = 0.6  # share of items with main theme and undertone alike
 
 @dataclass(frozen=True)
 class Catalogue:
-    """The items, each field an array over them; indices point into the lists of `lore.py`."""
+    """The items, each field a list or an array over them; indices point into the lists of `lore.py`."""
 
     titles: list[str]
     category: np.ndarray  # int, into CATEGORY_PATHS
@@ -126,7 +126,7 @@ class WeightedGroups:
         self._starts[empty], self._ends[empty] = len(grouped), len(self._order)
 
     def draw(self, groups: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """One item for each entry of `groups` (int[n]; `num_groups` means any item)."""
+        """Draw one item for each entry of `groups` (int[n]; `num_groups` means any item)."""
         low, high = self._total[self._starts[groups]], self._total[self._ends[groups]]
         point = low + rng.random(len(groups)) * (high - low)
         place = np.searchsorted(self._total, point, side="right") - 1

@@ -93,7 +93,7 @@ def write_sample_world(
 
 
 def is_sample_world(folder: Path | str) -> bool:
-    """Whether users and items have the columns of a sample world, which the bundled model can write about."""
+    """Whether users and items have exactly the columns of a sample world, which the bundled model can write about."""
     items = {"item_id", "title", "category", "creator", "era", "mood", "created_at"}
     expected = {"users": {"user_id", "region", "age_band", "about", "created_at"}, "items": items}
     return all(set(table_parts(folder, name)[0].schema().names) == names for name, names in expected.items())
@@ -101,7 +101,7 @@ def is_sample_world(folder: Path | str) -> bool:
 
 @dataclass(frozen=True)
 class Users:
-    """Latent tastes and known attributes of a chunk of users; every field int[n]."""
+    """Latent tastes and known attributes of a chunk of users; fields are int[n] unless they say otherwise."""
 
     category: np.ndarray  # (n, 2) favourite top-level categories
     theme: np.ndarray  # (n, 3) two liked themes, one disliked

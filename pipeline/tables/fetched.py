@@ -40,7 +40,7 @@ def use_copy(uri: str, folder: Path) -> None:
 
 
 def remove_copies() -> None:
-    """Delete the copies that this process has made, for a process that ends by `os._exit`; may be called again."""
+    """Delete the copies that this process has made, if it ends by `os._exit`; may be called twice."""
     for scratch in _MADE:
         scratch.remove()
 

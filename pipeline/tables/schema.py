@@ -97,7 +97,7 @@ def list_table(root: Path | str, table: str) -> Listing:
 
 
 def table_parts(root: Path | str, table: str) -> list[TablePart]:
-    """The Parquet files of a table with the columns of their folders. Raises FaultyTable as `list_table` does."""
+    """The Parquet files of a table with the columns of their folders. Raises FaultyTable like `list_table`."""
     return typed_parts(list_table(root, table).files, table)
 
 

@@ -1,4 +1,4 @@
-"""Tables that are left in their files and streamed."""
+"""Reading of tables that stay in their files and are streamed."""
 
 import logging
 from collections.abc import Callable, Collection, Iterator
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OpenInteractions:
-    """Interactions of a folder, left in their files and streamed, without exact copies unless they are to be kept."""
+    """Interactions of a folder, streamed from their files, without exact copies unless `keeps_duplicates`."""
 
     folder: Path
     parts: list[OpenPart]

@@ -163,7 +163,7 @@ def span_of(values: pa.Array | pa.ChunkedArray) -> tuple[int, int] | None:
 
 
 def in_unit(values: pa.Array | pa.ChunkedArray, unit: str) -> pa.Array | pa.ChunkedArray:
-    """Integers as timestamps of a unit; other columns, and seconds, as they are."""
+    """Integers as timestamps of a unit; seconds and other columns are unchanged."""
     if unit == "s" or not pt.is_integer(values.type):
         return values
     return values.cast(pa.int64()).cast(pa.timestamp(unit, tz="UTC"))
