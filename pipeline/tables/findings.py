@@ -40,7 +40,7 @@ class Finding:
         return f"{warning}{name}{where}: {self.found}{value}; expected {self.expected}; {self.advice}"
 
     def as_json(self) -> dict:
-        """The finding as JSON values; a value that JSON cannot hold (a NaN, a time) becomes text."""
+        """The finding as JSON values; values other than texts, integers, truth values and null become text."""
         is_plain = isinstance(self.value, str | int | bool | type(None))
         return {**asdict(self), "value": self.value if is_plain else str(self.value)}
 

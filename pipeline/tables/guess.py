@@ -210,7 +210,7 @@ def _names_of_item_ids(sources: list[SourceTable]) -> str:
 
 
 def _files(sources: list[SourceTable], item_ids: str) -> tuple[SourceTable, SourceTable, SourceTable | None]:
-    """The files of interactions, items and users; None if there are no users."""
+    """The files of interactions, of items, and of users; the last is None if no file has users."""
 
     def has_time(source: SourceTable) -> bool:
         return guess_time(source, [*source.named(USER_ID), *source.named(item_ids)]).column.value is not None
