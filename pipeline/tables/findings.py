@@ -1,6 +1,7 @@
 """Findings on input tables: one for each kind of fault and column, with its first row and number of rows."""
 
 import datetime
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
@@ -40,8 +41,10 @@ class Finding:
         return f"{warning}{name}{where}: {self.found}{value}; expected {self.expected}; {self.advice}"
 
     def as_json(self) -> dict:
-        """The finding as JSON values; values other than texts, integers, truth values and null become text."""
-        is_plain = isinstance(self.value, str | int | bool | type(None))
+        """The finding as JSON values; a value for which JSON has no type becomes text."""
+        is_plain = isinstance(self.value, str | int | bool | type(None)) or (
+            isinstance(self.value, float) and math.isfinite(self.value)
+        )
         return {**asdict(self), "value": self.value if is_plain else str(self.value)}
 
 
