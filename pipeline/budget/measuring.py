@@ -351,7 +351,8 @@ def random_tokens(engine: Engine, num_tokens: int, seed: int = SEED) -> np.ndarr
 
 
 def _allowed_tokens(engine: Engine) -> np.ndarray:
-    return np.setdiff1d(np.arange(engine.vocab_size, dtype=np.int32), list(engine.end_ids))
+    # Without `assume_unique` the vocabulary is sorted, for each prompt: 20 ms of 128,000 tokens.
+    return np.setdiff1d(np.arange(engine.vocab_size, dtype=np.int32), list(engine.end_ids), assume_unique=True)
 
 
 def _tree(engine: Engine, num_nodes: int, deepest: int) -> TokenTree:
