@@ -21,7 +21,7 @@ from pool_texts import SavedTask, read_task
 from systems import MIN_ACCEPTANCE, EngineSystem, Pass, TransformersGenerate
 from widen import GEOMETRIES, widened_on
 
-from laserbatch.pipeline.budget.choice import side_budget
+from laserbatch.pipeline.budget.choice import by_step, side_budget
 from laserbatch.pipeline.budget.measuring import measure_step_cost
 from laserbatch.pipeline.decoding.drafters import RetrievalDrafter
 from laserbatch.pipeline.decoding.engine import Engine
@@ -201,20 +201,26 @@ def measure_chosen(bench: Bench, item: str, name: str, batch_word: str) -> None:
     start_s = time.perf_counter()
     cost = measure_step_cost(engine, pools["relaxed"].pool, WITH_POOL, [batch])
     cost_s = time.perf_counter() - start_s
-    bench.rows.add("f", item, task=name, batch=batch, cost_s=cost_s, steps=[point.model_dump() for point in cost.steps])
+    measured = cost.model_dump(include={"steps", "seconds_per_context_token", "seconds_per_draft_context_token"})
+    bench.rows.add("f", item, task=name, batch=batch, cost_s=cost_s, **measured)
     if cost_s > MAX_COST_S:
         print(f"{item}: measuring the cost of steps took {cost_s:.0f} s", flush=True)
+    prompts = prompts_of(bench, saved, pools, plan.num_prompts)
+    # As a night chooses: for texts as long as these, and under greedy verification by step.
+    text_tokens = np.mean([len(text) for text in saved.pool_texts])
+    cost = cost.at_context(float(np.mean([len(prompt) for prompt in prompts]) + text_tokens / 2))
     systems = {"plain": EngineSystem.plain(engine)}
     budgets = {}
     for verifier in ("relaxed", "greedy"):
         grouped = pools[verifier]
         decoding = DecodingSettings(batch_size=batch, drafters=WITH_POOL, verifier=verifier)
-        budget = side_budget(decoding, grouped.pool, cost, 0.0).budget
+        budget = by_step(decoding, side_budget(decoding, grouped.pool, cost, 0.0)).budget
         chosen = f"chosen {verifier}"
         budgets[chosen] = [budget.max_draft_tokens, budget.min_acceptance]
-        systems[chosen] = drafting(engine, grouped.pool, WITH_POOL, grouped.groups, budget, verifier)
+        given = cost if budget.is_by_step else None
+        systems[chosen] = drafting(engine, grouped.pool, WITH_POOL, grouped.groups, budget, verifier, given)
     extra = {"task": name, "batch": batch, "budgets": budgets}
-    measure_systems(bench, item, engine, systems, prompts_of(bench, saved, pools, plan.num_prompts), plan, extra)
+    measure_systems(bench, item, engine, systems, prompts, plan, extra)
 
 
 def measure_peers(bench: Bench, item: str, batch_word: str) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 from common import Figure, write_json
 from gpu_rows import Rows
 
-# Milliseconds of a step predicted for an H100 and 8 B parameters, by batch and draft tokens: transformers' layers, and
+PREDICTED_BILLIONS = 8  # of parameters
+# Milliseconds of a step predicted for an H100 and such a model, by batch and draft tokens: transformers' layers, and
 # fused layers with finer buckets. +-20 %.
 PREDICTED_MS = {
     (1, 0): 8.4, (32, 0): 9.7, (64, 0): 11.1, (256, 0): 20.2, (1, 16): 8.7, (32, 16): 27.4, (64, 16): 40.5,
@@ -123,17 +124,17 @@ def _load(rows: Sequence[dict]) -> str:
 
 
 def _steps(rows: Sequence[dict]) -> str:
-    lines = []
+    lines, is_predicted = [], size_of(rows) in (PREDICTED_BILLIONS, None)
     for row in rows:
         if row.get("phase") != "c" or "step_ms" not in row:
             continue
         key, step_ms = (row["batch"], row["nodes"]), row["step_ms"]
         line = f"{row['item']:24}{step_ms['median']:8.2f} ms ({step_ms['min']:.2f} to {step_ms['max']:.2f})"
         if "host_share" in row:
-            predicted = f"{PREDICTED_MS.get(key, 0):.1f}", f"{PREDICTED_FUSED_MS.get(key, 0):.1f}"
+            predicted = f"{PREDICTED_MS.get(key, 0):.1f} / fused {PREDICTED_FUSED_MS.get(key, 0):.1f}"
             line += (
                 f"  least {row['least_ms']:.2f}  roofline {row['roofline_share']:.2f}  host {row['host_share']:.0%}"
-                f"  predicted {' / fused '.join(predicted)}  {row['fused']} {row['attention']}"
+                f"{f'  predicted {predicted}' if is_predicted else ''}  {row['fused']} {row['attention']}"
                 f"  captures {row['captures']} replays {row['replays']}{'' if row['replays'] else ' NO GRAPHS'}"
             )
         lines.append(line)
@@ -212,6 +213,11 @@ def _tests(rows: Sequence[dict]) -> str:
     return "\n".join(lines)
 
 
+def size_of(rows: Sequence[dict]) -> int | None:
+    """Billions of parameters of the model that was measured; None: none was loaded."""
+    return next((round(row["billion_parameters"]) for row in rows if "billion_parameters" in row), None)
+
+
 def newest(runs: Sequence[Sequence[dict]]) -> list[dict]:
     """The rows of each phase and item that the last of the runs that measured it has."""
     by_item: dict[tuple, list[dict]] = {}
@@ -231,11 +237,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
     runs = [Rows(path).read() for path in arguments.rows]
+    if len({size_of(rows) for rows in runs} - {None}) > 1:
+        parser.error("the runs are of models of different sizes; give those of one size alone")
     last = newest(runs)
     print(report(last))
     figures = list(figures_of(last))
     content = {
-        "command": "python benchmarks/gpu_first.py, four runs (docs/gpu.md)",
+        "command": f"python benchmarks/gpu_first.py, {len(runs)} runs (docs/gpu.md)",
         "machine": next(row for row in last if row["phase"] == "probe"),
         "met": all(figure.met for figure in figures),
         "figures": figures,

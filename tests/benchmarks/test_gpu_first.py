@@ -14,6 +14,7 @@ import gpu_bench
 import gpu_first
 import gpu_measure
 import gpu_phases
+import gpu_report
 import gpu_run
 import gpu_tests
 import numpy as np
@@ -32,6 +33,7 @@ from tasks import TaskSize, sample_tasks
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.load import load_model
 from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.retrieval_pools.index.calibration_record import MIN_ACCEPTANCES, SIZE_KNOTS
 
 WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
@@ -298,6 +300,21 @@ def test_figures_and_table_say_what_is_met():
     assert "FAILED b: why" in report([{"phase": "c", "item": "b", "failed": "why"}])
 
 
+def test_models_of_different_sizes_are_reported_apart(tmp_path, monkeypatch, capsys):
+    ms = {"median": 2.0, "min": 1.0, "max": 3.0}
+    words = dict.fromkeys(("fused", "attention"), "x") | {"least_ms": 1.0, "captures": 0, "replays": 1}
+    step = {"phase": "c", "item": "steps/1/0", "batch": 1, "nodes": 0, "step_ms": ms, "host_share": 0.1} | words
+    for size in (1.5, 8.03):
+        rows = [{"phase": "load", "item": "model", "billion_parameters": size}, step | {"roofline_share": 0.5}]
+        (tmp_path / f"{size}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert ("predicted" in report(rows)) == (size == 8.03)
+    files = [str(path) for path in tmp_path.glob("*.jsonl")]
+    monkeypatch.setattr(sys, "argv", ["gpu_report.py", *files, "--json", str(tmp_path / "out.json")])
+    with pytest.raises(SystemExit):
+        gpu_report.main()
+    assert "different sizes" in capsys.readouterr().err
+
+
 def test_texts_are_read_as_they_were_written(tmp_path, loaded):
     task = replace(sample_tasks(loaded.tokenizer, TaskSize(2, 4, 0, 2))[0], name="reki", max_new_tokens=16)
     engine = Engine(loaded, DecodingSettings(dtype="float32", batch_size=4))
@@ -354,6 +371,8 @@ def test_what_is_measured_with_the_model_runs_once_on_a_cpu(tmp_path, capsys, mo
     assert not unexpected, unexpected
     rates = next(row for row in rows if row.get("item") == "rates" and "bytes_per_s" in row)
     assert rates["bytes_per_s"] > 1e8 and rates["flops_per_s"] > 1e8
+    budgets = next(row["budgets"] for row in rows if row.get("system") == "chosen greedy")
+    assert budgets["chosen greedy"] == [SIZE_KNOTS[-1], MIN_ACCEPTANCES[0]], "by step, as a night chooses"
     if importlib.util.find_spec("triton") is not None:
         assert status == 0, table
     assert "transformers.generate" in table and "steps/2/0" in table
