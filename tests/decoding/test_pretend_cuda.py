@@ -16,10 +16,12 @@ from laserbatch.pipeline.budget import measuring
 from laserbatch.pipeline.decoding import device_memory
 from laserbatch.pipeline.decoding.device_memory import to_device
 from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.guided import GuidedLogits
 from laserbatch.pipeline.decoding.model import runner
 from laserbatch.pipeline.decoding.model.cuda_graphs import TOKEN_BUCKETS
 from laserbatch.pipeline.decoding.model.load import prepare_model
 from laserbatch.pipeline.decoding.settings import DecodingSettings
+from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed
 
 NUM_NEW = 8
@@ -114,6 +116,17 @@ def test_sampling_and_a_repetition_penalty_wait_no_more(temperature):
         steps = watch_steps(engine, cuda)
         assert texts_of(engine) == expected
     assert {num_waits for num_waits, _ in steps[1:]} == {1}
+
+
+def test_what_a_grammar_forbids_is_masked_on_the_device_without_a_wait():
+    rows, guide = mock.Mock(device=DEVICE, num_rows=3), mock.Mock()
+    rows.of = lambda numbers: to_device(np.ones((len(numbers), 40), np.float32), DEVICE)
+    guide.write_mask = lambda path, mask: np.copyto(mask, np.array([0x80000001, 0x2], np.uint32))
+    with pretend_cuda() as cuda:
+        logits = GuidedLogits(rows, [guide, None, guide], TreeBatch.empty(3)).of(np.arange(2))
+        assert cuda.num_waits == 0
+        is_allowed = logits.cpu().isfinite().numpy()
+    assert np.flatnonzero(is_allowed[0]).tolist() == [0, 31, 33] and is_allowed[1].all()
 
 
 def test_attention_without_a_kernel_waits_once_too():
