@@ -3,9 +3,9 @@
     python benchmarks/gpu_vllm.py --texts .dev/texts --out OUT --deadline 420
 
 A process of our engine makes the large model on the device and writes its folder to main memory; then vLLM starts
-twice, plain and with drafts from our pools (chains of at most `--draft-tokens`, whose costs are not measured). Each has
-a third of the device's memory. Systems take turns, and only one computes at a time. A row follows each pass, but for
-those that warm up.
+twice, plain and with drafts from our pools (chains of at most `--draft-tokens`, whose costs are not measured), and once
+more with its own n-gram drafts where no batch is above 64. Each has an equal part of the device's memory. Systems take
+turns, and only one computes at a time. A row follows each pass, but for those that warm up.
 
 All systems get the whole list of prompts, and at most as many requests as the batch size are live: our engine is made
 for that size, vLLM gets a new request when it returns a finished one. That is a step or two later than its own
@@ -29,7 +29,7 @@ from gpu_gains import PLANS, WARM_TOKENS, Plan
 from gpu_rows import Rows
 from gpu_run import Deadline
 from gpu_workers import Worker, WorkerError, device_memory_mb
-from peers import ON_A_CPU, PROPOSERS, SETTINGS_VARIABLE, VLLM, VLLM_OURS, write_drafts
+from peers import NGRAM, ON_A_CPU, PROPOSERS, SETTINGS_VARIABLE, VLLM, VLLM_NGRAM, VLLM_OURS, write_drafts
 from pool_texts import read_task
 from systems import MIN_ACCEPTANCE
 
@@ -37,10 +37,12 @@ from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 
 TASK = "reki"
 OURS, PLAIN = "ours", "plain"
-ALWAYS = (PLAIN, VLLM, VLLM_OURS)  # first in a round, so that a round that is cut off has ratios
+VLLMS = (VLLM, VLLM_NGRAM, VLLM_OURS)  # each a process of its own
+ALWAYS = (PLAIN, *VLLMS)  # first in a round, so that a round that is cut off has ratios
 BYTES_PER_TOKEN = 2 * 32 * 8 * 128 * 2  # of keys and values in geometry 8b-gqa
 WEIGHT_BYTES, WORK_BYTES = 16.1e9, 6e9  # of each process; what else it holds on the device
 MAX_CACHE_TOKENS = 150_000
+MAX_NGRAM_BATCH = 64  # beside a fourth process the caches hold no larger one
 START_LIMIT_S, PASS_LIMIT_S, WARM_LIMIT_S = 300.0, 90.0, 120.0
 NUM_ROUNDS = 2
 ENGINE = {
@@ -62,7 +64,7 @@ class Contest:
     options: argparse.Namespace
     deadline: Deadline
     rows: Rows
-    workers: dict[str, Worker]  # OURS, VLLM, VLLM_OURS
+    workers: dict[str, Worker]  # OURS and those of VLLMS
     end_ids: tuple[int, ...]
 
     def __post_init__(self) -> None:
@@ -79,7 +81,7 @@ class Contest:
 
     def worker_of(self, system: str) -> Worker | None:
         """The process that a system is in, if it still answers."""
-        return self.workers.get(system if system in (VLLM, VLLM_OURS) else OURS)
+        return self.workers.get(system if system in VLLMS else OURS)
 
     def run(self, name: str, batch: int, number: int, prompts: list[list[int]], max_tokens: int) -> None:
         """A pass of one system, and its row; number -1 is the warm-up, which has none unless it fails."""
@@ -114,7 +116,7 @@ class Contest:
     def warm_up(self, batch: int, prompts: list[list[int]], plan: Plan, names: Iterable[str]) -> None:
         """Have each system answer a batch: ours whole texts, since it captures a CUDA graph when it first needs it."""
         for name in names:
-            is_ours = name not in (VLLM, VLLM_OURS)
+            is_ours = name not in VLLMS
             if self.deadline.left() > 0 and (name, batch) not in self._warm:
                 max_tokens = plan.max_new_tokens if is_ours else min(WARM_TOKENS, plan.max_new_tokens)
                 self.run(name, batch, -1, prompts[:batch], max_tokens)
@@ -145,6 +147,8 @@ def start_vllm(options: argparse.Namespace, name: str, cache_tokens: int, drafts
     if options.smoke:
         environment, engine = ON_A_CPU | {"OMP_NUM_THREADS": "1"}, SMOKE_ENGINE
     environment["VLLM_CACHE_ROOT"] = str(Path(os.environ.get("VLLM_CACHE_ROOT", "/tmp/vllm-cache")) / name)
+    if name == VLLM_NGRAM:
+        config = NGRAM | {"num_speculative_tokens": options.draft_tokens}
     if drafts is not None:
         proposer = f"{PROPOSERS}.PoolProposer"
         config = {"method": "custom_class", "model": proposer, "num_speculative_tokens": options.draft_tokens}
@@ -165,17 +169,23 @@ def start_ours(options: argparse.Namespace, cache_tokens: int | None, num_prompt
     return Worker(OURS, [sys.executable, script, json.dumps(payload)], options.out, {})
 
 
-def cache_tokens_of_each() -> int:
-    """Tokens that each of three caches holds."""
+def vllms_of(batches: Iterable[int]) -> tuple[str, ...]:
+    """The vLLMs that are measured at some batch sizes."""
+    return tuple(name for name in VLLMS if name != VLLM_NGRAM or max(batches) <= MAX_NGRAM_BATCH)
+
+
+def cache_tokens_of_each(num_caches: int) -> int:
+    """Tokens that each of some caches holds."""
     total_bytes = device_memory_mb("total") * 2**20
     if not total_bytes:
         return MAX_CACHE_TOKENS
-    return min(MAX_CACHE_TOKENS, int((total_bytes / 3 - WEIGHT_BYTES - WORK_BYTES) / BYTES_PER_TOKEN))
+    return min(MAX_CACHE_TOKENS, int((total_bytes / num_caches - WEIGHT_BYTES - WORK_BYTES) / BYTES_PER_TOKEN))
 
 
 def start_all(contest: Contest, plans: dict[int, Plan]) -> list[list[int]]:
     """Start all processes and wait for them; returns the prompts. Ours warms up while vLLM starts."""
-    options, cache_tokens = contest.options, cache_tokens_of_each()
+    options, vllms = contest.options, vllms_of(plans)
+    cache_tokens = cache_tokens_of_each(1 + len(vllms))
     num_prompts = max(plan.num_prompts for plan in plans.values())
     ours = start_ours(options, None if options.smoke else cache_tokens, num_prompts)
     contest.workers[OURS] = ours
@@ -187,8 +197,8 @@ def start_all(contest: Contest, plans: dict[int, Plan]) -> list[list[int]]:
     facts = ours.answer(contest.deadline.limit(START_LIMIT_S))
     contest.rows.add("vllm", "start/model", cache_tokens=cache_tokens, **facts)
     assert tokenizer_hash(options.folder) == tokenizer_hash(options.model)
-    for name, proposals in ((VLLM, None), (VLLM_OURS, drafts)):
-        contest.workers[name] = start_vllm(options, name, cache_tokens, proposals)
+    for name in vllms:
+        contest.workers[name] = start_vllm(options, name, cache_tokens, drafts if name == VLLM_OURS else None)
     prompts = [prompt.tolist() for prompt in saved.task.held_out]  # without our process there are fewer
     for worker in list(contest.workers.values()):
         try:

@@ -1,6 +1,9 @@
 """What `gpu_vllm.py` makes of its rows."""
 
-from gpu_vllm import figures_of, print_table
+from argparse import Namespace
+
+import gpu_vllm
+from gpu_vllm import Contest, figures_of, print_table, vllms_of
 
 
 def test_figures_are_ratios_of_medians_and_only_of_what_was_measured(capsys):
@@ -15,3 +18,17 @@ def test_figures_are_ratios_of_medians_and_only_of_what_was_measured(capsys):
     }
     print_table(rows)
     assert "3.00 of vLLM" in capsys.readouterr().out
+
+
+def test_n_gram_drafts_are_measured_where_four_processes_hold_the_batch(monkeypatch, tmp_path):
+    assert vllms_of([64, 256]) == ("vllm", "vllm-laserbatch")
+    assert vllms_of([1, 32]) == ("vllm", "vllm-ngram", "vllm-laserbatch")
+    processes = dict.fromkeys(vllms_of([1]), "vLLM") | {"ours": "ours"}
+    contest = Contest(Namespace(), None, None, processes, ())
+    assert [contest.worker_of(name) for name in ("vllm-ngram", "relaxed K8")] == ["vLLM", "ours"]
+    monkeypatch.setattr(gpu_vllm, "Worker", lambda name, command, out, environment: command[-1])
+    options = Namespace(
+        draft_tokens=4, smoke=False, vllm_path=None, vllm_python="python", folder=tmp_path, out=tmp_path
+    )
+    assert '"method": "ngram", "num_speculative_tokens": 4' in gpu_vllm.start_vllm(options, "vllm-ngram", 1000, None)
+    assert '"speculative_config": null' in gpu_vllm.start_vllm(options, "vllm", 1000, None)
