@@ -219,14 +219,26 @@ def _time_steps(
         }
         bench.rows.add("c", item, **row)
         buffered = engine.runner.buffered
-        if (batch, num_nodes) in EAGER and getattr(buffered, "_captures", False):
-            buffered._captures = False
-            take_step(engine, stream)
-            wall, _, _ = _timed(engine, stream, clock, NUM_EAGER)
+        if (batch, num_nodes) in EAGER and buffered is not None and buffered._captures:
+            with without_graphs(buffered):
+                take_step(engine, stream)
+                wall, _, _ = _timed(engine, stream, clock, NUM_EAGER)
             bench.rows.add("c", f"{item}, no graphs", batch=batch, nodes=num_nodes, step_ms=Spread.of(wall))
-            buffered._captures = True
+            for _ in range(2):  # for the profile: captured, and replayed
+                take_step(engine, stream)
     if bench.options.profile and ((batch, num_nodes) in PROFILED or bench.options.smoke):
         profile_step(bench, item, engine, stream)
+
+
+@contextmanager
+def without_graphs(buffered: cuda_graphs.BufferedForward) -> Iterator[None]:
+    """Steps within the block are launched one operation after another: a graph that is there would be replayed."""
+    buffered._captures = False
+    buffered.drop_graphs()
+    try:
+        yield
+    finally:
+        buffered._captures = True
 
 
 def _timed(engine: Engine, stream: Stream, clock: StepClock, num_steps: int) -> tuple[list[float], list[float], int]:
