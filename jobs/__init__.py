@@ -1,1 +1,1 @@
-"""The command line: `commands/`, the `stages/` of a night, the report, settings."""
+"""The command line (`commands/`), the `stages/` of a night, the report and the settings."""

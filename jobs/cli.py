@@ -66,7 +66,7 @@ COMMANDS = {
 
 
 def _commands_of_plugins() -> Iterator[tuple[str, LazyCommand]]:
-    """The commands of other packages, without those that cannot be loaded or have the name of one of ours."""
+    """Yield the commands of other packages; skip a command that cannot be loaded or has the name of one of ours."""
     try:
         names = list(installed("commands"))
     except UnknownPlugin as error:
@@ -115,13 +115,13 @@ def _global(
 
 
 def report_error(error: BaseException) -> int | str | None:
-    """Print why a command ended, as a line and with --json as an object; returns its exit code."""
+    """Print why a command ended, as a line and, with --json, also as an object; return its exit code."""
     while isinstance(error, SystemExit | typer.Exit | typer.Abort) and error.__context__ is not None:
         error = error.__context__  # the error that Typer caught
     if isinstance(error, SystemExit | typer.Exit):
         return error.code if isinstance(error, SystemExit) else error.exit_code
     if isinstance(error, BrokenPipeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more when it ends
         return ExitCode.NOT_READ
     usage_message = getattr(error, "format_message", None)  # Typer has printed it
     if usage_message is not None:

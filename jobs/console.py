@@ -1,4 +1,4 @@
-"""The parts of commands that a user sees: progress, summaries, exit codes, help.
+"""Shared parts of commands that a user sees: progress, summaries, exit codes, help.
 
 Progress and log lines go to standard error, summaries to standard output: `laserbatch ... --json | jq` works.
 """
@@ -57,7 +57,7 @@ class ExitCode(IntEnum):
 
 
 def _can_be_written(path: Path) -> Path:
-    """The path of an option. Raises ConfigError where no file or folder can be made, or what nights need is lost."""
+    """Return the path of an option. Raises ConfigError if it cannot be written, or would replace what nights need."""
     place = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
     place = place.parent if place == path.absolute() and place.is_file() else place
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
@@ -76,12 +76,12 @@ def _can_be_written(path: Path) -> Path:
     return path
 
 
-TO_FILE: dict[str, Any] = {"dir_okay": False, "callback": _can_be_written}  # of an option that is written to
+TO_FILE: dict[str, Any] = {"dir_okay": False, "callback": _can_be_written}  # for options that name an output
 TO_FOLDER: dict[str, Any] = {"file_okay": False, "callback": _can_be_written}
 
 
 class ProgressBar:
-    """One running count: a bar on a terminal; in a log a line when it starts, one every few seconds, one at its end."""
+    """A running count: a bar on a terminal; in a log a line at its start, every few seconds and at its end."""
 
     def __init__(self, terminal: Progress, label: str, total: int | None) -> None:
         self._terminal, self._task = terminal, terminal.add_task(label, total=total, detail="", rate="")
@@ -103,7 +103,7 @@ class ProgressBar:
         self.advance(num_done - int(self._terminal.tasks[self._task].completed), detail)
 
     def begin(self, seconds_ago: float) -> None:
-        """Set when the first step began: the rate and the time left do not count what came before."""
+        """Set when the first step began; the rate and the time left are computed from then on."""
         task = self._terminal.tasks[self._task]
         task.start_time = task.get_time() - seconds_ago
 
@@ -134,7 +134,7 @@ class ProgressBar:
 
 @contextmanager
 def progress(label: str, total: int | None = None) -> Iterator[ProgressBar]:
-    """A progress bar of `total` steps; None if their number is unknown."""
+    """Show a progress bar of `total` steps; None if the number of steps is unknown."""
     columns = (TextColumn("{task.description:<22}"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn())
     columns += (TimeRemainingColumn(), TextColumn("{task.fields[rate]}"), TextColumn("{task.fields[detail]}"))
     with Progress(*columns, console=stderr, disable=not stderr.is_terminal) as terminal:
@@ -223,7 +223,7 @@ class LazyCommand:
     short_help: str  # the first line of the command's own help, or the whole help of an app
 
     def load(self, name: str):
-        """The command itself, as Typer makes it."""
+        """Import the command and convert it with Typer."""
         module, attribute = self.target.split(":")
         loaded = getattr(import_module(module if "." in module else f"laserbatch.jobs.commands.{module}"), attribute)
         if isinstance(loaded, typer.Typer):

@@ -1,7 +1,7 @@
-"""What happens in a run, a line each in `events.jsonl`: for who looks on, and for who asks later.
+"""The events of a run, one line each in `events.jsonl`, to watch a night or to look into it later.
 
-Names, counts and times (UTC); never a text, and nothing that a library said of one. A log that cannot be written stops
-no night.
+Events hold names, counts and times (UTC), never a text or a library's message about one. A log that cannot be written
+does not stop a night.
 """
 
 import datetime
@@ -15,12 +15,12 @@ from typing import Any
 
 logger = logging.getLogger("laserbatch.events")
 logger.setLevel(logging.INFO)
-logger.propagate = False  # lines of a file, not of a terminal
+logger.propagate = False  # events go to a file, not to the terminal
 WARNED = logging.getLogger("laserbatch")
 
 
 def emit(event: str, **facts: Any) -> None:
-    """Add an event to the log of the run that is under way; where none is, nothing happens."""
+    """Add an event to the log of the run that is under way; without such a run, do nothing."""
     logger.info(event, extra={"event": event, "facts": facts})
 
 
@@ -28,7 +28,7 @@ def emit(event: str, **facts: Any) -> None:
 def event_log(path: Path) -> Iterator[None]:
     """Append all emitted events and logged warnings to a file, after those of earlier attempts.
 
-    A warning is an event of its own name where its record says so: `extra={"event": ..., "facts": {...}}`.
+    A warning is logged as the event "warning", unless its record names another: `extra={"event": ..., "facts": {...}}`.
     """
     handler = _Appender(path)
     for source in (logger, WARNED):
@@ -43,7 +43,7 @@ def event_log(path: Path) -> Iterator[None]:
 
 @contextmanager
 def lines_said() -> Iterator[list[str]]:
-    """The lines that `console.say` says in the block, for another process to say them again."""
+    """Collect the lines that `console.say` prints in the block, so that another process can print them again."""
     lines = []
 
     class Listener(logging.Handler):
@@ -60,7 +60,7 @@ def lines_said() -> Iterator[list[str]]:
 
 
 class _Appender(logging.Handler):
-    """Each event is one write at the file's end; a line that a killed attempt left torn is ended first."""
+    """Appends each event to the file in one write; first ends a line that a killed attempt left incomplete."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(logging.INFO)
@@ -90,7 +90,7 @@ class _Appender(logging.Handler):
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a file, oldest first; lines that a killed run left torn are left out, a missing file has none."""
+    """The events of a file, oldest first, without incomplete lines of killed runs; empty if the file is missing."""
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
@@ -105,7 +105,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def last_attempt(path: Path) -> list[dict[str, Any]]:
-    """The events of the last attempt at the run whose log a file is."""
+    """The events of a run's last attempt, read from the run's log."""
     events = read_events(path)
     begins = [number for number, event in enumerate(events) if event["event"] == "run_begin"]
     return events[begins[-1] :] if begins else events

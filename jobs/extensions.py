@@ -1,7 +1,7 @@
-"""Work beside the night that other packages bring, with runs in a workspace of its own within the night's.
+"""Extensions: work that other packages add to a night, with runs in a separate workspace within the night's.
 
-An extension has a section `extensions.<name>` of the configuration, and commands that it declares itself. Its runs are
-listed, published, delivered and forgotten as a night's are.
+An extension has the section `extensions.<name>` of the configuration, and declares its own commands. Its runs are
+listed, published, delivered and forgotten like those of nights.
 """
 
 from pathlib import Path
@@ -13,22 +13,22 @@ from laserbatch.pipeline.validation import Strict
 
 
 class Extension:
-    """What a package's entry point in the group `laserbatch.extensions` is an instance of.
+    """The base class of an extension; entry points of the group `laserbatch.extensions` name instances of it.
 
-    `Options` : the keys of its section.
+    `Options` : the options of its section in the configuration.
     """
 
     Options: ClassVar[type[Strict]]
 
     def check(self, options: Any) -> str:
-        """For `laserbatch doctor`: what was found, if it is sound. Raises ConfigError or ModelError."""
+        """Check the options for `laserbatch doctor`; return a finding. Raises ConfigError or ModelError if unusable."""
         raise NotImplementedError
 
     def write_report(self, manifest: RunManifest, path: Path) -> None:
-        """Write or replace the page of one of its runs."""
+        """Write or replace the report of one of the extension's runs."""
         raise NotImplementedError
 
 
 def extension(name: str) -> Extension:
-    """The extension of a name. Raises UnknownPlugin."""
+    """The extension with this name. Raises UnknownPlugin if there is none."""
     return load_plugin("extensions", name)

@@ -1,4 +1,4 @@
-"""How an error is reported to a user: one line, an exit code, and where to look."""
+"""Reports an error to a user: one line, an exit code, and where to look."""
 
 import errno
 import os
@@ -15,11 +15,11 @@ GOES_ON = "the same command goes on with what is finished"
 
 
 class Terminated(KeyboardInterrupt):
-    """Somebody asked the process to end (SIGTERM): a scheduler whose time is over."""
+    """The process received SIGTERM, for example from a scheduler whose time limit is reached."""
 
 
 def end_at_sigterm() -> None:
-    """Make SIGTERM raise `Terminated`, so that workers are stopped and the reason of the end is printed."""
+    """Make SIGTERM raise `Terminated`, so that workers are stopped and the reason is printed."""
     signal.signal(signal.SIGTERM, _terminate)
 
 
@@ -29,7 +29,7 @@ def _terminate(number: int, frame: object) -> None:
     raise Terminated
 
 
-_is_terminated = False  # Ray, asked to wait when the signal comes, raises a KeyboardInterrupt of its own instead
+_is_terminated = False  # needed since a waiting Ray call raises a plain KeyboardInterrupt after the signal
 
 
 def _ended_by_sigterm(error: BaseException) -> bool:
@@ -55,7 +55,7 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def line_of(error: BaseException, names_values: bool = True) -> str:
-    """The message of an error for a user; without `names_values`, no value that a library quotes."""
+    """An error's message for a user; without `names_values`, an unexpected error's own message is left out."""
     if isinstance(error, KeyboardInterrupt):
         return f"{'ended by SIGTERM' if _ended_by_sigterm(error) else 'interrupted'}; {GOES_ON}"
     code = exit_code_of(error)
@@ -74,9 +74,9 @@ def line_of(error: BaseException, names_values: bool = True) -> str:
 
 
 def failure_object(error: BaseException, names_values: bool = True) -> dict[str, Any]:
-    """An error for a program: `error`, `kind`, `exit_code`, and the places of the run that it ended, if it ended one.
+    """Describe an error for programs: `error`, `kind`, `exit_code`, and, if it ended a run, the run's id and paths.
 
-    `names_values` is that of `line_of`.
+    `line_of` describes `names_values`.
     """
     facts = {"error": line_of(error, names_values), "kind": type(error).__name__, "exit_code": int(exit_code_of(error))}
     return facts | vars(error).get("recorded_in", {})

@@ -1,4 +1,4 @@
-"""Numbers and names as a reader wants them: separators, units, a real minus sign, a dash where there is no number."""
+"""Formats numbers and names for readers: separators, units, a real minus sign, a dash for a missing number."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ ROUTE_LABELS = {
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
-    """`numerator / denominator`, or None where that is no number."""
+    """`numerator / denominator`; None if either is None or the denominator is 0."""
     return None if numerator is None or not denominator else numerator / denominator
 
 
@@ -64,7 +64,7 @@ def decimal(value: float | None, digits: int = 2, *, signed: bool = False) -> st
 
 @_or_dash
 def rate(value: float) -> str:
-    """A rate to three digits or so: `8.40`, `84.0`, `1,234`."""
+    """A rate to about three digits: `8.40`, `84.0`, `1,234`."""
     return decimal(value, 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2)
 
 
@@ -76,9 +76,9 @@ def times(value: float) -> str:
 
 @_or_dash
 def percent(value: float, digits: int = 0) -> str:
-    """A share of one as `87 %`; shares that are small but not nothing keep a digit, and are `under 0.1 %` below it.
+    """A share between 0 and 1 as `87 %`; a share below 1 % gets a digit after the point, or becomes `under 0.1 %`.
 
-    What is not all is not `100 %` but `over 99 %`.
+    A share below 1 that would round to `100 %` becomes `over 99 %`.
     """
     digits = digits or int(0 < value < 0.01)
     least = 10.0**-digits

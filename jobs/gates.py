@@ -1,7 +1,7 @@
-"""Gates between a finished run and its readers: their measured values, and whether these allow its publication.
+"""Gates between a finished run and its readers: measures values, and judges whether they allow the publication.
 
-Values are measured once and stored in the manifest. Limits are settings that do not belong to the run: after a change
-of one, the same command judges the same values again and generates nothing.
+Values are measured once and stored in the manifest. Limits are settings that do not belong to the run: after a limit
+changes, the same command judges the same values again and generates nothing.
 """
 
 import math
@@ -32,15 +32,15 @@ TOO_FEW = "too few texts to judge"
 MIN_PAIRS = 16  # fewer pairs of a text and its plain version decide nothing
 NGRAM = 4  # tokens
 MAX_SHARE_REPEATED = 0.5  # a text with a larger share of repeated n-grams counts as repetitive
-NORM_ERROR = 0.01  # a vector counts as normalised if its length differs from 1 by no more
+NORM_ERROR = 0.01  # a vector counts as normalised if its length differs from 1 by at most this
 MAX_SHARE_MISSING = 0.2  # share of the accepted tokens forecast by replays that may be missing
-MIN_COVERAGE = 0.9  # texts of a side, as a share of those of the run before
+MIN_COVERAGE = 0.9  # number of a side's texts, as a share of their number in the run before
 MAX_UNUSABLE_SHARE = 0.3  # share of the texts written tonight that cannot be parsed or are rejected
-MAX_CUT_SHARE = 0.5  # share of them that are empty or end at the token limit
-MAX_REPETITIVE_SHARE = 0.1  # share of them that mostly repeat themselves
+MAX_CUT_SHARE = 0.5  # share of tonight's texts that are empty or end at the token limit
+MAX_REPETITIVE_SHARE = 0.1  # share of tonight's texts that mostly repeat themselves
 MAX_LENGTH_FACTOR = 1.5  # between the mean lengths of rewritten texts and the previous texts of the same entities
-MIN_COSINE = 0.3  # mean cosine of their vectors
-# Audited texts beside plain texts of the same prompts; the last three are judged beyond chance (two standard errors).
+MIN_COSINE = 0.3  # mean cosine between the vectors of rewritten texts and of these previous texts
+# Audited texts against plain texts of the same prompts; for the last three, two standard errors are subtracted first.
 MAX_AUDIT_LENGTH_FACTOR = 1.3
 MIN_AUDIT_COSINE = 0.6
 MAX_ADDED_REPETITION = 0.05  # added to the share of its n-grams that a text repeats
@@ -52,12 +52,12 @@ PROVENANCE = ("template", "model_id", "decoding_json")  # texts that differ in o
 
 @dataclass(frozen=True)
 class _Gate:
-    """The meaning of a gate's value, and the source of its limit."""
+    """The meaning of a gate's value, its limit, and what follows beyond the limit."""
 
-    message: str  # says the value in words; `{value}` is replaced by what `shown` returns
-    limit: str | float | None  # the name of its option, or the limit itself; None: it comes with the value
+    message: str  # the value in words; `{value}` is replaced by the result of `shown`
+    limit: str | float | None  # the name of an option, or the limit itself; None: it is measured with the value
     consequence: str | None = None  # the option that decides what follows beyond the limit
-    is_least: bool = False  # the limit is the least that passes, else the most
+    is_least: bool = False  # True: values below the limit are beyond it; False: values above
     only_warns: bool = False
     share: bool = True  # shown as a percentage
 
@@ -73,7 +73,7 @@ GATES = {
     "vector norm": _Gate("{value} of the vectors do not have length 1", 0.0),
     "vector drift": _Gate("vectors of rewritten texts have a mean cosine of {value} with their last ones", MIN_COSINE,
                           is_least=True, share=False),
-    "audit": _Gate("", None),  # has a reason, and a value never: there are no plain texts to compare with
+    "audit": _Gate("", None),  # never has a value, only the reason why texts were not compared with plain ones
     "length beside plain": _Gate("texts are longer or shorter than plain ones by a factor of {value}",
                                  MAX_AUDIT_LENGTH_FACTOR, "audit", share=False),
     "cosine with plain": _Gate("vectors of texts have a mean cosine of {value} with those of plain ones",
@@ -89,11 +89,11 @@ GATES = {
     "AUC": _Gate("AUC with these texts is at most {value} above that with plain ones", None, "auc", is_least=True,
                  share=False),
 }  # fmt: skip
-VERDICTS = {"stop": "blocks", "warn": "warns", "ignore": "passes"}  # of `gates.audit` and `gates.auc`
+VERDICTS = {"stop": "blocks", "warn": "warns", "ignore": "passes"}  # by the value of `gates.audit` or `gates.auc`
 
 
 def judge(measured: Sequence[GateFigures], settings: GateSettings) -> list[GateFigures]:
-    """The same values with their limits and verdicts: "passes", "warns" or "blocks"; a gate without a value passes."""
+    """Add limits and verdicts to the values: "passes", "warns" or "blocks"; a gate without a value passes."""
     return [_judged(figures, settings) for figures in measured]
 
 
@@ -115,12 +115,12 @@ def blocking(gates: Sequence[GateFigures]) -> list[GateFigures]:
 
 
 def warning(gates: Sequence[GateFigures]) -> list[GateFigures]:
-    """Gates that would block the publication if an option did not say `warn`."""
+    """The gates that only warn although an option could let them block the publication."""
     return [figures for figures in gates if figures.verdict == "warns" and GATES[figures.gate].consequence is not None]
 
 
 def has_option(figures: GateFigures) -> bool:
-    """Whether an option says the limit of a gate, or what follows beyond it."""
+    """Whether an option sets the limit of a gate, or what follows beyond it."""
     gate = GATES[figures.gate]
     return isinstance(gate.limit, str) or gate.consequence is not None
 
@@ -143,14 +143,14 @@ def shown(figures: GateFigures, value: float | None) -> str:
 
 
 def accepted_share(side: SideFigures) -> float | None:
-    """The acceptance length over the one that was forecast; None with few steps or without a forecast."""
+    """The acceptance length divided by its forecast; None with few steps or without a forecast."""
     if side.forecast_acceptance <= 0 or side.stats.num_steps < MIN_STEPS:
         return None
     return ratio(side.stats.acceptance_length, side.forecast_acceptance)
 
 
 def measure(manifest: RunManifest, run: RunFolder, previous: RunFolder | None) -> list[GateFigures]:
-    """The values that the gates judge, from the manifest and from a sample of tonight's texts of both sides."""
+    """Measure the values that the gates judge, from the manifest and a sample of tonight's texts of both sides."""
     before = None if previous is None else unless_damaged(previous.load_manifest)
     measured = [part for side in manifest.generation.sides for part in _of_side(side, manifest, run, before, previous)]
     return [*measured, *_audited(manifest.judgement.audit), _auc(manifest.judgement.ctr)]
@@ -175,7 +175,7 @@ def _audited(audit: AuditFigures | None) -> Iterator[GateFigures]:
 
 
 def badness(pair: AuditedText) -> float:
-    """The largest measure of a pair in units of the limit that the audit gates have for it."""
+    """The largest measure of a pair, each in units of its limit in the audit gates."""
     return max(
         abs(math.log(pair.length_ratio)) / math.log(MAX_AUDIT_LENGTH_FACTOR),
         (1 - pair.cosine) / (1 - MIN_AUDIT_COSINE),
@@ -186,7 +186,7 @@ def badness(pair: AuditedText) -> float:
 
 
 def _auc(figures: CtrFigures) -> GateFigures:
-    """The comparison with plain texts, of the run or of an earlier one where nothing can judge this one yet."""
+    """The AUC gate, from this run's comparison with plain texts, or an earlier run's if this one cannot be judged yet."""
     verdict = figures.equivalence.get("all")
     if verdict is None or verdict.high is None:
         return GateFigures("AUC", reason=figures.skipped or "not compared with plain texts in several trainings")
@@ -242,7 +242,7 @@ def _least_evidence(manifest: RunManifest) -> int:
 def _drift(
     side: Side, texts: pa.Table, ids: pa.Array, vectors: np.ndarray, previous: RunFolder | None, same_encoder: bool
 ) -> Iterator[GateFigures]:
-    """Rewritten texts beside the last ones of the same entities; only warns after a change of template or model."""
+    """Compare rewritten texts with the last texts of the same entities; only warns after a change of provenance."""
     names = ["entity_id", "num_tokens", *PROVENANCE]
     judged = texts["entity_id"].combine_chunks()
     parts = [texts.select(names)[:0]]
@@ -276,7 +276,7 @@ def _drift(
 
 
 def _sample(run: RunFolder, figures: SideFigures) -> pa.Table:
-    """Every n-th text that the run wrote, so that at most `MAX_TEXTS_JUDGED` are in memory."""
+    """Every n-th text that the run wrote, so that at most `MAX_TEXTS_JUDGED` texts are in memory."""
     names = ["entity_id", "num_tokens", "token_ids", "finish_reason", *PROVENANCE]
     stride = -(-sum(shard.num_rows for shard in figures.shards) // MAX_TEXTS_JUDGED)
     parts, first = [], 0
@@ -292,7 +292,7 @@ def _sample(run: RunFolder, figures: SideFigures) -> pa.Table:
 def _vectors(
     run: RunFolder, side: Side, entity_ids: pa.Array, max_groups: int | None = None
 ) -> tuple[pa.Array, np.ndarray]:
-    """Ids and vectors, float32 (n, dim), of entities in the order of files, from at most `max_groups` row groups."""
+    """Ids and vectors, float32 (n, dim), of entities, in file order, from at most `max_groups` row groups."""
     key, ids, rows = f"{side}_id", [entity_ids[:0]], [np.zeros((0, 0), np.float32)]
     files = parquet_files(run.features_path(side)) if len(entity_ids) else []
     groups = [
@@ -311,7 +311,7 @@ def _vectors(
 
 
 def repeated_shares(token_ids: pa.ChunkedArray) -> np.ndarray:
-    """The share of the n-grams of each text that occur in it before: float64[n]; 0 for a text without n-grams."""
+    """Each text's share of n-grams that repeat an earlier one of the text, float64[num_texts]; 0 without n-grams."""
     lists = token_ids.combine_chunks()
     flat, lengths = lists.flatten().to_numpy().astype(np.uint64), pc.list_value_length(lists).to_numpy()
     offsets = np.cumsum(lengths) - lengths

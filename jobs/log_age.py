@@ -1,4 +1,4 @@
-"""How old the newest interaction of a night is, beside how far apart days with interactions usually are."""
+"""The age of a night's newest interaction, compared with the usual gap between days with interactions."""
 
 import datetime
 from collections.abc import Mapping
@@ -14,16 +14,16 @@ DAY_US = 24 * 3600 * 10**6
 
 @dataclass(frozen=True)
 class LogAge:
-    """The age of a log on a date; it lies in a manifest's `inputs.interactions` as `age`."""
+    """The age of a log on a date; a manifest has it as `age` in `inputs.interactions`."""
 
-    date: str  # of the night, in ISO 8601
-    newest: str  # the day (UTC) of the newest interaction known on it
-    age_days: int  # between both
-    usual_gap_days: float | None  # median, between days with interactions; None where there is one day alone
+    date: str  # date of the night, in ISO 8601
+    newest: str  # day (UTC) of the newest interaction known on `date`
+    age_days: int  # days from `newest` to `date`
+    usual_gap_days: float | None  # median gap between days with interactions; None if there is only one such day
 
     @property
     def is_stale(self) -> bool:
-        """Whether it is older than twice the usual gap."""
+        """Whether the newest interaction is older than twice the usual gap."""
         return self.usual_gap_days is not None and self.age_days > 2 * self.usual_gap_days
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class LogAge:
 
 
 def log_age(times: pa.ChunkedArray, date: datetime.date) -> LogAge | None:
-    """The age of a log on a date, by the timestamp[us, UTC] of what is known at its end; None of an empty one."""
+    """The age of a log on a date; `times` are timestamp[us, UTC] of the rows known at its end. None without rows."""
     days_of_parts: list[np.ndarray] = []
     for start in range(0, len(times), ROWS_AT_ONCE):
         part = times.slice(start, ROWS_AT_ONCE).drop_null().cast(pa.int64()).to_numpy()
@@ -52,6 +52,6 @@ def log_age(times: pa.ChunkedArray, date: datetime.date) -> LogAge | None:
 
 
 def recorded_age(inputs: Mapping[str, Mapping[str, Any]]) -> LogAge | None:
-    """The age that a manifest's `inputs` have; None of one that has none."""
+    """The age that is recorded in a manifest's `inputs`; None if there is none."""
     age = inputs.get("interactions", {}).get("age")
     return LogAge(**age) if age else None

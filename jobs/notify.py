@@ -1,6 +1,6 @@
-"""A night's summary, sent to a URL when the night ends, however it ends.
+"""Sends a night's summary to a URL when the night ends, also if it fails.
 
-The whole URL is a secret (webhooks have their key in the path), so that no message has more of it than its host.
+The whole URL is a secret (webhooks have their key in the path), so messages show only its host.
 """
 
 import base64
@@ -27,15 +27,15 @@ NOTIFY_URL = typer.Option(
     "--notify-url",
     metavar="URL",
     envvar="LASERBATCH_NOTIFY_URL",
-    help="When the command ends, however it ends, its summary is sent to this URL (POST, JSON).",
+    help="When the command ends, also if it fails, its summary is sent to this URL (POST, JSON).",
 )
 
 
 @contextmanager
 def notified(url: str | None, **facts: Any) -> Iterator[dict[str, Any]]:
-    """Send `facts`, the exit code, and what the block put into the mapping, or why it failed; None: nothing is sent.
+    """Send `facts`, the exit code, and the mapping that the block fills, or its error. Without a URL, send nothing.
 
-    A notification that cannot be sent is a warning. Raises ConfigError for what is no URL of HTTP.
+    If sending fails, a warning is logged. Raises ConfigError if the URL is not an HTTP URL.
     """
     result: dict[str, Any] = {}
     if url is None:
@@ -59,7 +59,7 @@ def _parsed(url: str) -> SplitResult:
 
 
 def _send(parts: SplitResult, payload: dict[str, Any]) -> None:
-    """POST the payload; name servers and servers that answer slowly do not hold the night for more than the timeout."""
+    """POST the payload; a slow name server or server delays the night by no more than the timeout."""
     problems = ["no answer in time"]
 
     def post() -> None:
@@ -68,9 +68,9 @@ def _send(parts: SplitResult, payload: dict[str, Any]) -> None:
             problems.clear()
         except HTTPError as error:
             problems[:] = [f"HTTP status {error.code}"]
-        except TimeoutError:  # of the socket, which may end a moment before the wait for this thread does
+        except TimeoutError:  # the socket may time out just before the wait for this thread
             pass
-        except Exception as error:  # whose words may have the URL in them
+        except Exception as error:  # its message may contain the URL
             cause = error.reason if isinstance(error, URLError) else error
             problems[:] = [getattr(cause, "strerror", None) or type(cause).__name__]
 
@@ -93,7 +93,7 @@ def _request(parts: SplitResult, payload: dict[str, Any]) -> Request:
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """A redirect would have urllib send the credentials to another host, and no payload."""
+    """Refuses redirects: urllib would send the credentials, without the payload, to another host."""
 
     def redirect_request(self, req, fp, code, msg, headers, newurl):
         return None

@@ -1,4 +1,4 @@
-"""The receipt of `laserbatch forget`: what one command removes, and how far it is. It holds no id and no text."""
+"""The receipt of `laserbatch forget`: what a command removes, and its progress. It holds neither ids nor texts."""
 
 import datetime
 import hashlib
@@ -28,19 +28,19 @@ class Receipt:
     laserbatch_version: str
     ids: dict[Side, dict[str, bool]]  # digest of an id -> whether any row of it was found
     is_done: bool = False
-    nowhere: dict[Side, list[str]] = field(default_factory=dict)  # digests; in no table and no earlier receipt either
-    rows: dict[str, dict[str, int]] = field(default_factory=dict)  # run -> file -> rows removed from it
+    nowhere: dict[Side, list[str]] = field(default_factory=dict)  # digests of ids found in no run, table or receipt
+    rows: dict[str, dict[str, int]] = field(default_factory=dict)  # run -> file -> number of rows removed
     removed_runs: list[str] = field(default_factory=list)  # unfinished runs; their nights begin anew
-    removed_experiments: list[str] = field(default_factory=list)  # whose sample or texts hold one of the ids
+    removed_experiments: list[str] = field(default_factory=list)  # their samples or texts hold one of the ids
     pools: dict[str, str] = field(default_factory=dict)  # version -> "rebuild" or "drop", then "rebuilt" or "dropped"
     delivered: dict[str, str] = field(default_factory=dict)  # run -> "sent again", "as it was" or "removed"
-    not_reached: list[str] = field(default_factory=list)  # where runs were delivered to and `deliver_to` does not name
-    num_samples: int = 0  # of reports
-    num_leftovers: int = 0  # of killed writers, in the workspace and in the temporary folder of this machine
+    not_reached: list[str] = field(default_factory=list)  # places that hold runs, but that `deliver_to` does not name
+    num_samples: int = 0  # number of removed samples of reports
+    num_leftovers: int = 0  # number of removed leftovers of killed writers, in the workspace and temporary folders
 
     @classmethod
     def load(cls, path: Path) -> "Receipt":
-        """Read a receipt. Raises WorkspaceError where it is damaged."""
+        """Read a receipt. Raises WorkspaceError if it is damaged."""
         try:
             return _RECEIPT.validate_python(read_json(path) | {"path": path})
         except ValidationError as error:
@@ -57,12 +57,12 @@ _RECEIPT = TypeAdapter(Receipt)
 
 
 def digest(side: Side, entity_id: str) -> str:
-    """The digest that a receipt holds for an id: it can be searched for, and does not reveal the id."""
+    """The digest of an id in a receipt: the id can be looked up by it, but not read from it."""
     return hashlib.sha256(f"{side}:{entity_id}".encode()).hexdigest()[:32]
 
 
 def opened_receipt(workspace: Workspace, requested: Ids) -> Receipt:
-    """The receipt of the same command if that was killed, else a new one; nothing is written."""
+    """The receipt of the same command if it was killed, otherwise a new one; nothing is written."""
     ids: dict[Side, dict[str, bool]] = {
         side: {digest(side, key): False for key in sorted(keys)} for side, keys in requested.items()
     }
@@ -77,6 +77,6 @@ def opened_receipt(workspace: Workspace, requested: Ids) -> Receipt:
 
 
 def unfinished(workspace: Workspace) -> list[Receipt]:
-    """The receipts of commands that were killed; a damaged one is named in a warning."""
+    """The receipts of killed commands; a damaged receipt is skipped with a warning."""
     receipts = [unless_damaged(partial(Receipt.load, path)) for path in unfinished_receipts(workspace.root)]
     return [receipt for receipt in receipts if receipt is not None]

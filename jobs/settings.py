@@ -1,8 +1,8 @@
-"""The whole configuration: each package's own section, composed, loaded once from YAML, frozen.
+"""The whole configuration: frozen, composed of a section for each package, and loaded once from YAML.
 
 A misspelled key fails before any work starts, naming the key and the nearest valid one. Relative paths in a file are
 relative to that file's folder, and `~` is the home folder. Every option has a default and a description;
-`configs/default.yaml` shows them all. A field without a description is no option: code may set it, a file may not.
+`configs/default.yaml` shows them all. A field without a description is not an option: only code may set it.
 """
 
 import re
@@ -34,13 +34,13 @@ from laserbatch.pipeline.tables.settings import TablesSettings
 from laserbatch.pipeline.validation import Strict, matching, nearest, read_yaml, slips, validated
 from laserbatch.retrieval_pools.settings import PoolSettings, RoutingOptions
 
-PACKAGE_ROOT = Path(__file__).resolve().parent.parent  # configs/ and models/ lie beside the packages
+PACKAGE_ROOT = Path(__file__).resolve().parent.parent  # configs/ and models/ are next to the packages
 SAMPLE_MODEL = "sample"
 CONFIG_NAME = "laserbatch.yaml"  # as `init` writes it
 
 
 def config_here() -> Path | None:
-    """The configuration of the current folder; None where there is none."""
+    """The path of the current folder's configuration; None if it has no such file."""
     path = Path(CONFIG_NAME)
     return path if path.is_file() else None
 
@@ -58,7 +58,7 @@ CONFIGS = typer.Option(
     show_default=f"{CONFIG_NAME} of the current folder, if there is one",
     help="Configuration file; several are compared with each other.",
 )
-FRAMEWORKS = typer.Option([], "--framework", help="A framework of prompts, such as kar; give it again for another.")
+FRAMEWORKS = typer.Option([], "--framework", help="A framework of prompts, such as kar; may be repeated.")
 WORKSPACE = typer.Option(None, "--workspace", "-w", show_default="that of the configuration", help="Workspace folder.")
 JSON = typer.Option(False, "--json", help="Print the result as JSON.")
 DRY_RUN = typer.Option(False, "--dry-run", help="Remove nothing; print what would be removed.")
@@ -99,7 +99,7 @@ class NightSettings(Strict):
 
 
 class GateSettings(Strict):
-    """Limits beyond which a finished run is not published. A change of them needs no new run."""
+    """Limits beyond which a finished run is not published. Changing them needs no new run."""
 
     max_failed_share: float = Field(
         default=0.05,
@@ -126,8 +126,8 @@ class MetricsSettings(Strict):
     textfile: Path | None = Field(
         default=None,
         description="Metrics are written to this file for the textfile collector of the node exporter, such as "
-        "`.../laserbatch.prom`. Those of an extension go to a file beside it, such as `.../laserbatch_lists.prom`. "
-        "null: no file.",
+        "`.../laserbatch.prom`. Metrics of an extension go to a file in the same folder, such as "
+        "`.../laserbatch_lists.prom`. null: no file.",
     )
 
 
@@ -135,13 +135,13 @@ class Settings(Strict):
     """The configuration of a run."""
 
     workspace: Path = Field(
-        default=Path("workspace"), description="This folder holds runs, pools and whatever else nights write."
+        default=Path("workspace"), description="This folder holds runs, pools and everything else that nights write."
     )
     deliver_to: Annotated[str, matching("://", _DESTINATIONS)] | None = Field(
         default=None,
         description="Published runs are copied to this URI (s3://bucket/prefix) for readers elsewhere. "
         "delta:s3://bucket/prefix, iceberg://CATALOG/NAMESPACE: their features are added to tables of Delta Lake or "
-        "Iceberg. null: they are not copied.",
+        "Iceberg. null: runs are not copied.",
     )
     seed: int = 0  # of routing and drafter training
     tables: TablesSettings = TablesSettings()
@@ -158,10 +158,10 @@ class Settings(Strict):
     metrics: MetricsSettings = MetricsSettings()
     extensions: dict[str, SerializeAsAny[Strict]] = Field(
         default={},
-        description="The options of work that packages add beside the night, by its name, such as "
-        "{recommending: {model: DIR}} of laserbatch.research.",
+        description="Options of the extensions that other packages add to a night, by extension name, such as "
+        "{recommending: {model: DIR}} for laserbatch.research.",
     )
-    _folder: Path | None = None  # of the configuration file
+    _folder: Path | None = None  # folder of the configuration file
 
     @model_validator(mode="after")
     def _go_together(self) -> "Settings":
@@ -194,12 +194,12 @@ class Settings(Strict):
 
     @property
     def effective_knowledge(self) -> KnowledgeSettings:
-        """`knowledge`; for the bundled model with the words that it knows, unless others are configured."""
+        """`knowledge`; with the bundled model, in the words that this model knows unless others are configured."""
         is_sample = self.decoding.model == SAMPLE_MODEL and not self.decoding.borrows_tokenizer
         return of_domain(self.knowledge, "sample") if is_sample else self.knowledge
 
     def template(self, side: Side, labels: Labels = Labels()) -> PromptTemplate:
-        """A side's template, in the words of this configuration; raises ConfigError as `load_template` does."""
+        """The template of a side, in the words of this configuration; raises ConfigError as `load_template` does."""
         return self.effective_knowledge.template(side, labels).with_chat_options(self.decoding.chat_options)
 
     def of_output(self) -> dict[str, Any]:
@@ -207,14 +207,14 @@ class Settings(Strict):
         output = self.model_dump(mode="json", exclude=set(NOT_OF_OUTPUT))
         if (server := self.decoding.endpoint) is None:
             del output["decoding"]["endpoint"]  # the runs of other engines keep their names
-        else:  # a night goes on at another address, or with more money
+        else:  # a night may go on at another address, or with a higher limit of cost
             output["decoding"]["endpoint"] = {"model": server.model} | server.provenance()
         return output
 
     def identity(self) -> dict[str, Any]:
-        """The settings that name a run: `of_output`, with paths below the configuration's folder relative to it.
+        """The settings that a run's name depends on: `of_output`, with paths relative to the configuration's folder.
 
-        So the nights of a folder that is copied or moved as a whole are the same nights.
+        Only paths below that folder become relative. Nights thus keep their names when the whole folder is moved.
         """
         named, folder = self.of_output(), self._folder
         if folder is None:
@@ -234,10 +234,10 @@ def _each(paths: str | list[str], change: Callable[[str], str]) -> str | list[st
 
 
 def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) -> Settings:
-    """Settings from a YAML file, None for the defaults.
+    """Load settings from a YAML file; without a file, take the defaults.
 
-    `overrides` are `{"section.key": value}` from the command line; None values are ignored. Raises ConfigError where
-    the file is missing or not YAML, a key is unknown, or a value is not what the key takes.
+    `overrides` are `{"section.key": value}` from the command line; None values are ignored. Raises ConfigError if
+    the file is missing or not YAML, a key is unknown, or a value is invalid for its key.
     """
     data = _read_yaml(path) if path is not None else {}
     for dotted, value in (overrides or {}).items():
@@ -249,7 +249,7 @@ def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) ->
         section = data
         for name in sections:
             section = section.setdefault(name, {})
-        if isinstance(section, dict):  # else validation says what it is
+        if isinstance(section, dict):  # otherwise validation reports its type
             section[key] = value
     source = path if path is not None else "the command line"
     settings = validated(Settings, data, source)
@@ -260,9 +260,9 @@ def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) ->
 
 
 def variant_names(configs: Sequence[Path], frameworks: Sequence[str]) -> list[str]:
-    """The names of variants: frameworks, or files of configurations without their suffix.
+    """The names of the variants: the frameworks, or the configuration files' names without suffix.
 
-    Raises BadParameter if both are given several times, one variant alone is, or a name occurs twice.
+    Raises BadParameter if frameworks and several files are given, fewer than two variants, or a name twice.
     """
     if frameworks and len(configs) > 1:
         raise typer.BadParameter("give frameworks of one configuration, or several configurations, not both")
@@ -277,7 +277,7 @@ def variant_names(configs: Sequence[Path], frameworks: Sequence[str]) -> list[st
 
 
 def open_workspace(config: Path | None, workspace: Path | None) -> Workspace:
-    """The workspace that a configuration's file names, or the given one; it must be there."""
+    """Open the given workspace, or else the configured one; it must exist."""
     return Workspace.open(load_settings(config, {"workspace": workspace}).workspace, create=False)
 
 
@@ -297,13 +297,13 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _anchored(config: Path, key: str, written: str) -> str:
-    """A path as a configuration has it, from its folder; a URI as it is."""
+    """A configured path, made absolute from the configuration's folder; a URI stays as it is."""
     expanded = _expanded(str(written), f"{config}: {key}")
     return expanded if is_uri(written) or key == "deliver_to" else str(config.resolve().parent / expanded)
 
 
 def _expanded(written: str, place: str) -> str:
-    """A path with the home folder for `~`. Raises ConfigError for `$HOME`, which nothing expands."""
+    """Replace `~` by the home folder. Raises ConfigError for variables such as `$HOME`, which are not expanded."""
     if re.search(r"\$[{\w]", written):
         raise ConfigError(
             f"{place}: no variable is expanded (found {written!r}); write the path or URI itself, a path relative or "
@@ -313,9 +313,9 @@ def _expanded(written: str, place: str) -> str:
 
 
 def _configured(data: dict[str, Any], model: type[BaseModel], place: str = "") -> tuple[dict[str, Any], list[str]]:
-    """What a section has, without sections of no option, which YAML reads as null; and what is refused of it.
+    """The configured values of a section, without empty subsections (null in YAML), and its faults.
 
-    Keys of fields that are no options are refused as unknown keys are.
+    A fault is a key whose field is not an option; it is refused like an unknown key.
     """
     sections = {name: field.annotation for name, field in model.model_fields.items() if _is_section(field.annotation)}
     options = [name for name, field in model.model_fields.items() if field.description is not None]
@@ -334,7 +334,7 @@ def _is_section(kind: Any) -> TypeGuard[type[BaseModel]]:
 
 
 def _path_options(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """The raw options of each section and plug-in with the key of a path; validation refuses unknown plug-ins."""
+    """Yield (raw options, key) for each path option of sections and plug-ins; validation refuses unknown plug-ins."""
     yield data, "workspace"
     yield data, "deliver_to"
     for section, field in Settings.model_fields.items():

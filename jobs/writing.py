@@ -1,6 +1,6 @@
-"""What the events of an attempt say of its stage, its shards and its money: counts, speed, a guess of the time left.
+"""Reads an attempt's stage, shards and cost from its events: counts, speed, an estimate of the time left.
 
-`laserbatch status` and the night's own metrics take their figures from here.
+`laserbatch status` and the night's metrics take their figures from here.
 """
 
 import datetime
@@ -30,18 +30,18 @@ def current_stage(events: Sequence[Event]) -> Event | None:
 
 
 def cost_so_far(events: Sequence[Event], run_dir: Path) -> float | None:
-    """The money that a server's answers cost, over all attempts at a run; None without a server or prices.
+    """The cost of a server's answers, over all attempts at a run; None without a server or prices.
 
-    Raises WorkspaceError if the run's file of what was spent is damaged.
+    Raises WorkspaceError if the run's file of spending is damaged.
     """
     prices = next((event["prices"] for event in events if event["event"] == "endpoint"), None)
     return None if prices is None else Spending.of(run_dir).cost(TokenPrices(**prices))
 
 
 def shard_counts(record: ShardRecord, shards: SideShards) -> dict[str, Any]:
-    """The counts of a shard in the event `shard_done`; `seconds` are those of the worker that wrote it.
+    """The counts of a shard in the event `shard_done`.
 
-    `reasons` has the number of quarantined rows by reason.
+    `seconds` is the time of the worker that wrote it; `reasons` has the number of quarantined rows by reason.
     """
     info = record.written_by
     counts = {"tokens": info.stats.num_tokens, "accepted": info.stats.num_accepted, "steps": info.stats.num_steps}
@@ -50,21 +50,21 @@ def shard_counts(record: ShardRecord, shards: SideShards) -> dict[str, Any]:
 
 
 def finished_counts(records: Iterable[ShardRecord], shards: SideShards) -> Counts:
-    """The counts of finished shards together, with the names of `NOTHING`, of shards that a model wrote."""
+    """The summed counts, with the keys of `NOTHING`, of finished shards that a model wrote."""
     written = (record for record in records if record.info is not None)
     counts = (shard_counts(record, shards) | {"rows": record.num_rows + record.num_quarantined} for record in written)
     return reduce(_added, counts, NOTHING)
 
 
 def _added(total: Counts, shard: Counts) -> Counts:
-    """Counts with those of another shard; workers write side by side, so its seconds are divided by their number."""
+    """Add a shard's counts; workers write in parallel, so its seconds are divided by the number of workers."""
     counts = {"shards": 1, **shard, "seconds": shard.get("seconds", 0) / shard.get("workers", 1)}
     reasons = Counter(total.get("reasons")) + Counter(shard.get("reasons"))
     return {name: total[name] + counts.get(name, 0) for name in COUNTED} | {"reasons": reasons}
 
 
 def _last_shards(events: Sequence[Event]) -> tuple[Event | None, list[Event]]:
-    """The event of the shards that were handed out last, None if there is none, and the outcomes of shards since."""
+    """The last event `shards_begin`, None if there is none, and the events of shards that ended since."""
     begun, outcomes = None, []
     for event in events:
         if event["event"] == "shards_begin":
@@ -75,7 +75,7 @@ def _last_shards(events: Sequence[Event]) -> tuple[Event | None, list[Event]]:
 
 
 def _done_by_side(begun: Event, outcomes: Sequence[Event]) -> dict[Side, Counts]:
-    """Counts of the finished shards of each side, over all attempts. A quarantined row is done too."""
+    """The counts of each side's finished shards, over all attempts. A quarantined row counts as done."""
     return {
         side: reduce(_added, (shard for shard in outcomes if shard["side"] == side), planned["done"])
         for side, planned in begun["sides"].items()
@@ -87,15 +87,15 @@ def _plans(events: Sequence[Event], begun: Event) -> list[Event]:
 
 
 def _quarantined(plan: Event, done: Counts) -> Counter[str]:
-    """Rows of a side in quarantine by reason: those that its plan left there, and those of finished shards."""
+    """Rows of a side in quarantine by reason: rows that its plan left there, and rows of finished shards."""
     return Counter(plan.get("reasons")) + Counter(done.get("reasons"))
 
 
 def writing_state(events: Sequence[Event], now: datetime.datetime) -> dict[str, Any] | None:
     """The figures of the shards that were handed out last, as `status` shows them; None if there are none.
 
-    `left_s` is a guess, computed from what `left_by` names: the expected tokens, else the rows, that are missing.
-    `quarantine_reasons` counts what is in quarantine by reason, with what the plan left there.
+    `left_s` is an estimate from the missing "tokens" if their expected number is known, otherwise from the missing
+    "rows"; `left_by` says which. `quarantine_reasons` counts quarantined rows, also those that the plan left there.
     """
     begun, outcomes = _last_shards(events)
     if begun is None:
@@ -131,7 +131,7 @@ def writing_state(events: Sequence[Event], now: datetime.datetime) -> dict[str, 
 
 
 def sides_so_far(events: Sequence[Event]) -> dict[Side, SideFigures]:
-    """The figures of the sides that a stage writes, before it has ended; of those whose plan is known."""
+    """The figures of the sides that a running stage writes; sides without a recorded plan are left out."""
     begun, outcomes = _last_shards(events)
     if begun is None:
         return {}

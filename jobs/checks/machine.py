@@ -1,6 +1,6 @@
-"""Whether a night can run on this machine: its software, GPUs and disk, and the files that the configuration names.
+"""Checks whether a night can run on this machine: software, GPUs, disk, and the files that the configuration names.
 
-Nothing is written but a file in the workspace's folder that is taken away again. It knows nothing of the model.
+It writes only a temporary file in the workspace's folder. It knows nothing of the model.
 """
 
 import fcntl
@@ -34,7 +34,7 @@ from laserbatch.retrieval_pools.index.store import PoolStore
 from laserbatch.retrieval_pools.routing.router import Router
 
 MIN_FREE_BYTES = 2 * 10**9  # with less free disk a night is likely to fill it
-MIN_FREE_SHARE = 0.9  # of a GPU's memory; below it another process uses the GPU, and vLLM by default does not start
+MIN_FREE_SHARE = 0.9  # free share of a GPU's memory; with less, another process uses it and vLLM may not start
 MAX_IMPORT_S = 180.0
 
 
@@ -87,7 +87,7 @@ def check_gpu(settings: Settings) -> Iterator[CheckResult]:
 
 
 def check_kernels(settings: Settings) -> Iterator[CheckResult]:
-    """With which attention laserbatch's engine computes on a GPU."""
+    """Check which attention kernel laserbatch's engine uses on a GPU."""
     decoding = settings.decoding
     if decoding.engine != "laserbatch" or not gpus.num_gpus():
         return
@@ -121,7 +121,7 @@ def check_engine(settings: Settings) -> Iterator[CheckResult]:
     require_engine(settings)
     if settings.decoding.engine != "vllm":
         return
-    # In a process of its own: on a CPU vLLM crashes where numba has been loaded before.
+    # In a child process: on a CPU vLLM crashes if numba was loaded before.
     importing = [sys.executable, "-c", "import vllm; print(vllm.__version__)"]
     try:
         imported = subprocess.run(importing, capture_output=True, text=True, timeout=MAX_IMPORT_S, check=False)

@@ -1,4 +1,4 @@
-"""Whether the configured model fits this machine and engine, read from its files: nothing is loaded."""
+"""Checks from its files whether the configured model fits this machine and engine; the model is not loaded."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -36,11 +36,11 @@ BORROWED = (
 
 
 def check_dtype(settings: Settings) -> Iterator[CheckResult]:
-    """In which type the model computes here, and why."""
+    """Check in which dtype the model computes here, and why."""
     if settings.decoding.engine == "endpoint":
         return
 
-    find_weights(settings.model_dir)  # raises where this is no model folder
+    find_weights(settings.model_dir)  # raises if this is not a model folder
     decoding, has_gpu = settings.decoding, num_gpus() > 0
     stored, quantization = stored_dtype(settings.model_dir), quantization_of(read_config(settings.model_dir))
     choice = choose_dtype(decoding.dtype, "cuda" if has_gpu else "cpu", stored, quantization)
@@ -60,7 +60,7 @@ def check_dtype(settings: Settings) -> Iterator[CheckResult]:
 
 
 def fitting_engine(settings: Settings, num_values: int, file_bytes: int) -> CheckResult:
-    """Which engine fits the configured model and this machine; a warning where another one is configured."""
+    """The engine that fits the configured model and this machine; a warning if another one is configured."""
     decoding, config, number = settings.decoding, read_config(settings.model_dir), num_gpus()
     if not number and settings.cluster.ray_address is not None:
         text = "not known here: run `laserbatch doctor` on a node of the Ray cluster that writes texts"

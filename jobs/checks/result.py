@@ -1,4 +1,4 @@
-"""What a check of `laserbatch doctor` finds."""
+"""The result of a check of `laserbatch doctor`."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,7 @@
-"""What the configured model writes here: whether its texts end, how fast they come, and whether they have the form.
+"""Tries the configured model: whether its texts end, how fast it writes, and whether its texts have the right form.
 
-The model is loaded and answers a short question. `check_model_here` also has it write texts of the templates, one alone
-for some seconds and some at once for a minute at most. Nothing is kept.
+The model is loaded and answers a short question. `check_model_here` also lets it write texts of the templates: one
+alone for some seconds, then a batch for at most a minute. Nothing is kept.
 """
 
 import datetime
@@ -46,23 +46,23 @@ from laserbatch.pipeline.tables.read import Tables, read_tables
 
 QUESTION = "Name one colour. Answer with one word."
 MAX_ANSWER_TOKENS = 64
-MAX_TRIED_BYTES = 8 * 10**9  # of weights on a CPU: a larger model takes minutes for a short text
-NUM_TEXTS = 16  # half of each side, written at once
-SPEED_S = 4.0  # of the time in which a text alone is written
-ENDPOINT_S = 30.0  # for a server to answer
-TEXTS_S = 60.0  # for texts that are written at once
-MIN_SHARE_VALID = 0.7  # of the texts: with fewer, a night stops after its first ones
+MAX_TRIED_BYTES = 8 * 10**9  # maximum size of weights on a CPU: a larger model takes minutes for a short text
+NUM_TEXTS = 16  # texts in the batch, half of them of each side
+SPEED_S = 4.0  # the speed of a text alone is measured for this long
+ENDPOINT_S = 30.0  # a server must answer within this time
+TEXTS_S = 60.0  # time limit of a text alone, and of the batch
+MIN_SHARE_VALID = 0.7  # share of valid texts below which the check warns; a night stops if most first texts fail
 
 
 class Task(NamedTuple):
-    """A prompt of a template, and the entity that it shows."""
+    """An entity and its prompt, rendered from a template."""
 
     template: PromptTemplate
     shown: Shown
     prompt: RenderedPrompt
 
     def request(self, place: int, decoding: DecodingSettings) -> GenerationRequest:
-        """As a night asks for it, its place among the tasks as its id."""
+        """The request that a night would send; its id is its place among the tasks."""
         grammar = guiding_grammar(self.template, decoding)
         return GenerationRequest(
             str(place), self.prompt.token_ids, max_new_tokens=decoding.max_new_tokens, grammar=grammar
@@ -71,10 +71,10 @@ class Task(NamedTuple):
 
 @dataclass
 class Measured:
-    """Texts by the place of their prompt, those that ended in time.
+    """The texts that ended in time, by the place of their prompt.
 
-    `prompts_s`: seconds until each text had a token; `tokens_per_s`: of all texts from then on, while all were being
-    written. Both are None if the time was too short for that.
+    `prompts_s`: seconds until every text had its first token; `tokens_per_s`: the speed from then until the first text
+    ended, of all texts together. Both are None if the time was too short to measure them.
     """
 
     texts: dict[int, GenerationResult | GenerationFailure] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Measured:
 
 
 def check_answer(settings: Settings) -> Iterator[CheckResult]:
-    """Whether the model ends a short answer, and with which token; before that, whether a server has it."""
+    """Check whether the model ends a short answer, and with which token; with a server, first whether it answers."""
     if settings.decoding.engine == "endpoint":
         yield from _endpoint(settings)
     elif settings.decoding.model != SAMPLE_MODEL:
@@ -93,7 +93,7 @@ def check_answer(settings: Settings) -> Iterator[CheckResult]:
 
 
 def _endpoint(settings: Settings) -> Iterator[CheckResult]:
-    from laserbatch.pipeline.engines.endpoint import EndpointEngine  # whose client is an extra
+    from laserbatch.pipeline.engines.endpoint import EndpointEngine  # needs a client that is an extra
 
     decoding, server = settings.decoding, settings.decoding.endpoint
     assert server is not None
@@ -111,7 +111,7 @@ def _endpoint(settings: Settings) -> Iterator[CheckResult]:
 
 
 def check_model_here(settings: Settings) -> Iterator[CheckResult]:
-    """How the model is computed, how fast it is, what becomes of its texts, and how long those of the tables take."""
+    """Check the model's layers, its speed, the form of its texts, and the hours that texts of the tables take."""
     engine = yield from _loaded(settings)
     if engine is None:
         return
@@ -137,7 +137,7 @@ def check_model_here(settings: Settings) -> Iterator[CheckResult]:
 
 
 def _loaded(settings: Settings) -> Generator[CheckResult, None, OwnEngine | None]:
-    """The model as it writes plainly; None after a finding that says why it is not tried here."""
+    """Load the model for plain decoding; return None, after a finding that says why, if it is not tried here."""
     folder = settings.model_dir
     is_large = not num_gpus() and 4 * num_stored_values(find_weights(folder)) > MAX_TRIED_BYTES
     if is_large or settings.cluster.ray_address is not None or settings.decoding.gpus_a_worker > 1:
@@ -200,13 +200,13 @@ def _answer(engine: TextEngine, settings: Settings) -> CheckResult:
 
 
 def _tasks(engine: OwnEngine, settings: Settings, tables: Tables) -> list[Task]:
-    """Prompts of both sides by turns, of entities from all over their tables; the first is a user's."""
+    """Prompts that alternate between users and items, beginning with a user, sampled from their whole tables."""
     labels, most = labels_of(tables.interactions, settings.knowledge.words.events), settings.knowledge.max_prompt_tokens
     sides: list[list[Task]] = []
     for side in SIDES:
         template, tasks = settings.template(side, labels), []
         for shown in SideQuestions(tables, side, template, "").sampled(NUM_TEXTS):
-            with suppress(RowError):  # it has no prompt, as a night would say
+            with suppress(RowError):  # an entity without a prompt is left out
                 tasks.append(Task(template, shown, render_shown(template, shown, engine.tokenizer, most)))
         sides.append(tasks)
     by_turns = [task for pair in zip_longest(*sides) for task in pair if task is not None]
@@ -224,7 +224,7 @@ def _speed(settings: Settings, measured: Mapping[int, Measured]) -> CheckResult:
 
 
 def _forms(engine: OwnEngine, settings: Settings, tasks: Sequence[Task], measured: Measured) -> Iterator[CheckResult]:
-    """A finding per side: how many texts a night would accept, and why it would refuse the others."""
+    """Yield a finding per side: the number of texts that a night would accept, and why it would refuse the others."""
     for side in SIDES:
         reasons, num_valid, num_tried = Counter[str](), 0, 0
         for place, task in enumerate(tasks):
@@ -256,7 +256,7 @@ def _forms(engine: OwnEngine, settings: Settings, tasks: Sequence[Task], measure
 
 
 def _hours(settings: Settings, tables: Tables, batch_size: int, measured: Measured) -> CheckResult:
-    """The hours of a first night of plain decoding, by the speed and the lengths of the texts just written."""
+    """Estimate the hours of a first night of plain decoding, from the speed and lengths of the texts just written."""
     if not measured.prompts_s or not measured.tokens_per_s:
         return CheckResult("hours", "warning", "not known, since the speed is not")
     lengths = [len(text.written[0]) for text in measured.texts.values() if isinstance(text, GenerationResult)]
@@ -271,9 +271,9 @@ def _hours(settings: Settings, tables: Tables, batch_size: int, measured: Measur
 def _write(
     engine: OwnEngine, decoding: DecodingSettings, requests: Sequence[GenerationRequest], speed_s: float | None = None
 ) -> Measured:
-    """Write a text for each request, whose id is its place, all at once; what has not ended in time is given up.
+    """Write a text for each request in one batch; a request's id is its place. Unfinished texts are dropped at the end.
 
-    All are given up once the speed has been measured for `speed_s`; None goes on.
+    The end comes after `TEXTS_S`, or once the speed has been measured for `speed_s` seconds, unless that is None.
     """
     decoder, measured = engine.engine, Measured()
     decoder.reset_prefix_cache()

@@ -1,1 +1,1 @@
-"""A file a command: what it takes, which stage it calls, what it prints."""
+"""One file per command or group of commands: the options, the stages that it calls, and what it prints."""

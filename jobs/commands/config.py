@@ -31,9 +31,9 @@ def config(config: Path | None = CONFIG, as_json: bool = JSON) -> None:
 
 
 def options_of(settings: BaseModel, default: BaseModel | None, within: str = "") -> Iterator[dict[str, Any]]:
-    """The options of a section and of those in it; a field without a description is none.
+    """Yield the options of a section and its subsections; a field without a description is not an option.
 
-    `default` is None for a section that is not there by default.
+    `default` is None for a section that is absent by default.
     """
     for name, field in type(settings).model_fields.items():
         value, usual = getattr(settings, name), None if field.is_required() else field.get_default()

@@ -1,4 +1,4 @@
-"""`laserbatch ctr`: train, evaluate and apply CTR models on the features of a run, and compare features by them."""
+"""`laserbatch ctr`: train, evaluate and apply CTR models on the features of a run, and compare features by AUC."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -89,7 +89,7 @@ def predict(
     tables: str | None = TABLES,
     as_json: bool = JSON,
 ) -> None:
-    """Score pairs of users and items by interactions strictly before their timestamp, or, without one, by all.
+    """Score pairs of users and items; interactions strictly before a pair's timestamp count, without one all of them.
 
     Example: `laserbatch ctr predict models/dcnv2 pairs.parquet --out scores.parquet --workspace workspace`
     """
@@ -119,10 +119,9 @@ def compare(
 ) -> None:
     """Train DIN, DCNv2 and LightGBM without and with a run's knowledge; evaluate them after its date.
 
-    The command reads the tables again, so that interactions of today can judge a run of yesterday, and writes nothing.
-    With several `--framework`
-    or `--config` it compares their newest runs of one date, published or not, in one table of lift, tokens and cost,
-    sorted by lift per hour of generation.
+    The command reads the tables again, so that today's interactions can judge yesterday's run, and writes nothing. With
+    several `--framework` or `--config` it compares their newest runs of one date, published or not, in one table of
+    lift, tokens and cost, sorted by lift per hour of generation.
 
     Example: `laserbatch ctr compare --workspace workspace --models din,dcnv2 --seeds 3`
 
@@ -155,7 +154,7 @@ def compare(
 
 
 def _opened(config: Path | None, workspace: Path | None, run: str | None) -> tuple[Night, CtrOptions]:
-    """A run, and how its models are trained: by the configuration, which may have changed; without one as the run's."""
+    """Open a run; return it with the CTR options of the given configuration or, without one, of the run."""
     settings = load_settings(config, {"workspace": workspace})
     night = open_run(settings, run)
     return night, night.settings.ctr if config is None else settings.ctr
@@ -170,7 +169,7 @@ def print_variants(comparison: Mapping[str, Any]) -> None:
 def changed_settings(
     options: CtrOptions, models: str | None, seeds: int | None, history: History | None = None
 ) -> CtrSettings:
-    """The settings with the changes of the command line. Raises ConfigError if a model is unknown."""
+    """Apply the command line's changes to the options. Raises ConfigError if a model is unknown or named twice."""
     changes: dict[str, Any] = {} if seeds is None else {"num_seeds": seeds}
     if models is not None:
         names = changes["models"] = tuple(name.strip().lower() for name in models.split(","))

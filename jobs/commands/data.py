@@ -36,9 +36,9 @@ def check(
 ) -> None:
     """Check that tables can be used, as `nightly` does, and name table, column, row and value of every fault.
 
-    Files of a table's folder that are left out (hidden, empty, no Parquet) are named in a warning.
+    A warning names the files of a table's folder that are left out (hidden, empty, not Parquet).
 
-    Exit code 0 if there are no faults, only warnings or nothing; 3 otherwise.
+    Exit code 0 if there is no fault (warnings are allowed); 3 otherwise.
 
     Example: laserbatch data check mytables/ --config laserbatch.yaml
     """
@@ -55,7 +55,7 @@ def import_(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is there.")] = False,
     as_json: bool = JSON,
 ) -> None:
-    """Make tables from any Parquet or CSV files, or by queries to a database, by a column mapping, and check them.
+    """Make tables by a column mapping from any Parquet or CSV files or from database queries, and check them.
 
     A TSV has no quoted fields unless the mapping sets `csv: {quote: '"'}` for it; quoted fields over several lines
     are counted and shown, and files that are left out are named. OUT appears whole or not at all. --overwrite replaces
@@ -101,7 +101,7 @@ def sample(
 
 
 def _replaceable(out: Path, read: Iterable[Path] = ()) -> Path:
-    """OUT without links, which may be replaced: nothing that is read lies in it, nor anything but tables."""
+    """Resolve OUT. Raises TableError if OUT must not be replaced: it holds an input file or anything but tables."""
     target = out.resolve()
     for path in read:
         if path.resolve().is_relative_to(target):
@@ -114,9 +114,9 @@ def _replaceable(out: Path, read: Iterable[Path] = ()) -> Path:
 def _report_check(
     path: Path | str | None, as_json: bool, written: dict | None = None, config: Path | None = None
 ) -> None:
-    """Check tables, by default the configured ones, and print the summary; faults end the command with their exit code.
+    """Check tables, by default the configured ones, and print a summary; if there are faults, exit with code 3.
 
-    `written` is what else there is to say of tables that were just written, whose rows are counted, faults or not.
+    `written` has further facts on tables that were just written; their rows are counted even if they have faults.
     """
     settings = load_settings(config)
     path = path or settings.tables.required_path

@@ -1,4 +1,4 @@
-"""The difference between two runs: the entities whose text changed, and why, and those added or removed."""
+"""The difference between two runs: entities whose text changed, and why, and entities that were added or removed."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,12 +12,12 @@ from laserbatch.pipeline.knowledge.records import knowledge_schema
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
-WRITTEN_AGAIN = "written again"  # though nothing that decides the text had changed: --force
+WRITTEN_AGAIN = "written again"  # the reason if the fingerprint did not change: --force
 
 
 @dataclass(frozen=True)
 class NamedEntity:
-    """An entity, why it is named, and its texts where there are any."""
+    """An entity, the reason why it is named, and its texts if its text changed."""
 
     entity_id: str | int
     reason: str  # parts of the fingerprint, joined by "+", or a sentence
@@ -27,21 +27,21 @@ class NamedEntity:
 
 @dataclass(frozen=True)
 class SideDiff:
-    """What became of the entities of a side from one run to another; of each kind a few are named."""
+    """The changes of a side's entities from one run to another: counts by kind, and a few named entities of each."""
 
     num_unchanged: int
-    num_regenerated_same: int  # written anew, and the text is the same
+    num_regenerated_same: int  # written again, with the same text
     num_changed: int
     num_added: int
     num_removed: int
-    reasons: dict[str, int]  # of the changed, the most frequent first
+    reasons: dict[str, int]  # number of changed texts by reason, the most frequent first
     changed: list[NamedEntity] = field(default_factory=list)
     added: list[NamedEntity] = field(default_factory=list)
     removed: list[NamedEntity] = field(default_factory=list)
 
 
 def diff_side(before: RunFolder, after: RunFolder, side: Side, num_named: int) -> SideDiff:
-    """Compare a side of two runs; of each kind `num_named` are named, in the order of their ids."""
+    """Compare a side of two runs; name up to `num_named` entities of each kind, in the order of their ids."""
     old, new = _Texts(before, side), _Texts(after, side)
     kind = old.ids.type if old.ids.type == new.ids.type else pa.string()
     old_ids, new_ids = old.ids.cast(kind), new.ids.cast(kind)
@@ -76,7 +76,7 @@ def diff_side(before: RunFolder, after: RunFolder, side: Side, num_named: int) -
 
 
 class _Texts:
-    """A side of a run: ids, fingerprints and origins in memory, texts read when they are asked for."""
+    """A side of a run: ids, fingerprints and origins in memory; texts are read on demand."""
 
     def __init__(self, run: RunFolder, side: Side) -> None:
         self._run: RunFolder = run
@@ -84,11 +84,11 @@ class _Texts:
         batches = list(run.iter_knowledge(side, ["entity_id", "fingerprint", "run_id"]))
         table = pa.Table.from_batches(batches) if batches else knowledge_schema(pa.string()).empty_table()
         self.ids, self.fingerprints = table["entity_id"], table["fingerprint"]
-        # The same text has the same origin: the run that wrote it and what it was asked.
+        # Texts of the same origin, run and fingerprint, are the same.
         self.written_by = pc.binary_join_element_wise(table["run_id"], self.fingerprints, " ")
 
     def texts(self, rows: np.ndarray) -> pa.ChunkedArray:
-        """Texts of some rows, in the order of `rows`."""
+        """Read the texts of some rows, in the order of `rows`."""
         order, start, parts = np.sort(rows), 0, []
         for batch in self._run.iter_knowledge(self._side, ["text"]) if len(rows) else ():
             low, high = np.searchsorted(order, [start, start + batch.num_rows])
@@ -104,7 +104,7 @@ def _equal(column: pa.ChunkedArray, other: pa.ChunkedArray) -> np.ndarray:
 def _named(
     ids: pa.ChunkedArray, other: RunFolder, side: Side, num_named: int, if_quarantined: str, otherwise: str
 ) -> list[NamedEntity]:
-    """The first ids, with what the other run's quarantine says of them."""
+    """Name the first ids, with the reason from the other run's quarantine, if they are in it."""
     failed = other.read_quarantine(side, ["entity_id", "reason"])
     why = dict(zip(failed["entity_id"].to_pylist(), failed["reason"].to_pylist(), strict=True))
     return [

@@ -1,4 +1,4 @@
-"""`laserbatch doctor`: whether a night can run here, looked at in seconds, and how to fix what hinders it."""
+"""`laserbatch doctor`: check in seconds whether a night can run here, and say how to fix what prevents it."""
 
 import logging
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from laserbatch.pipeline.errors import LaserbatchError
 logger = logging.getLogger("laserbatch")
 
 STYLES = {"ok": "green", "warning": "yellow", "fault": "bold red"}
-# Functions of `jobs/checks`, whose modules are imported when they run: a torch that cannot be imported is found too.
+# Functions of `jobs/checks`. Their modules are imported when they run, so a failing import of torch is a finding too.
 CHECKS = (
     *("machine.check_versions", "machine.check_gpu", "machine.check_kernels", "machine.check_batch"),
     *("machine.check_engine", "model.check_model", "model.check_dtype", "model.check_memory", "trial.check_answer"),
@@ -32,7 +32,7 @@ def doctor(
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     model_dir: str | None = typer.Option(
-        None, "--model", metavar="FOLDER", help="Look at the model of this folder alone, and measure what it writes."
+        None, "--model", metavar="FOLDER", help="Check only the model of this folder, and measure what it writes."
     ),
     with_ray: bool = typer.Option(True, "--ray/--no-ray", help="Start or join Ray, which takes some seconds."),
     as_json: bool = JSON,
@@ -40,7 +40,7 @@ def doctor(
     """Check whether a night can run here, from versions and GPU to model, disk and tables; print how to fix faults.
 
     Your own model, if it fits this machine, answers one short question, which shows whether its texts end. With
-    --model, a model is looked at before it is configured: how fast it writes here, how many hours your tables take,
+    --model, a model is checked before it is configured: how fast it writes here, how many hours your tables take,
     and whether its texts have the form that the templates ask for. That takes up to two minutes.
     Exit code 0: a night can run; 3: it cannot.
 
@@ -64,7 +64,7 @@ def doctor(
 
 
 def examine(settings: Settings, checks: Sequence[str]) -> list[CheckResult]:
-    """Findings of all checks; one that meets an error has found it, and the others go on."""
+    """The findings of all checks; an error in a check becomes a finding, and the other checks still run."""
     findings: list[CheckResult] = []
     for check in checks:
         module, _, function = check.partition(".")
@@ -77,7 +77,7 @@ def examine(settings: Settings, checks: Sequence[str]) -> list[CheckResult]:
         except OSError as error:
             hint = "Check that path, and that it may be read and written"
             findings.append(CheckResult(about, "fault", f"{type(error).__name__}: {error}", hint))
-        except Exception as error:  # a library's, or our own fault: the other checks are of use all the same
+        except Exception as error:  # a library's or our own fault; the other checks still help
             logger.debug("the check of %s failed", about, exc_info=True)
             hint = None if isinstance(error, RuntimeError) else "`laserbatch -v doctor` shows the traceback"
             findings.append(CheckResult(about, "fault", f"{type(error).__name__}: {error}", hint))

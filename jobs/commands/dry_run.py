@@ -35,16 +35,16 @@ from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.scratch import ScratchFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 
-NEW, FORCED = "new", "forced"  # reasons to write about an entity that are no part of a fingerprint
+NEW, FORCED = "new", "forced"  # reasons to write a text that are not parts of a fingerprint
 
 
 def planned_night(settings: Settings, date: datetime.date, force: bool, redo: bool) -> dict[str, Any]:
-    """The work of `run_night` with the same arguments, predicted without writing to the workspace or locking it.
+    """Predict the work of `run_night` with the same arguments, without writing to the workspace or locking it.
 
-    A side has counts of entities, those to be written by reason (parts of the fingerprint that changed, joined by "+"),
-    columns that changed for over half of the entities with a text, shards, tokens predicted by the mean of the last
-    texts, and hours predicted by the last measured tokens per second. A value is None if nothing predicts it. Raises
-    as `open_night` does.
+    Each side has counts of entities, of texts to write by reason (the parts of the fingerprint that changed, joined by
+    "+") and of shards, the columns that changed for over half of the entities with a text, tokens predicted from the
+    mean length of the last texts, and hours predicted from the last measured tokens per second. A value without a basis
+    is None. Raises the errors of `open_night`.
     """
     inputs, tables = checked_inputs(settings, date)
     with ScratchFolder("dry-run") as scratch:
@@ -83,7 +83,7 @@ def planned_night(settings: Settings, date: datetime.date, force: bool, redo: bo
 
 
 def _night_cost(settings: Settings, sides: dict[str, dict[str, Any]], hours: float | None) -> float | None:
-    """The predicted cost of the night: the cluster by hours, a server by tokens; None if nothing predicts it."""
+    """The predicted cost of the night, of the cluster by hours and of a server by tokens; None without a basis."""
     price, server = settings.cluster.price_per_hour, settings.decoding.endpoint
     cost = None if price is None or hours is None else hours * price
     if server is None or server.price_per_million_tokens is None:
@@ -126,7 +126,7 @@ def _planned_side(night: Night, plan: SidePlan, scratch: RunFolder) -> dict[str,
 
 
 def _reasons(night: Night, plan: SidePlan, shards: list[Shard], scratch: RunFolder) -> dict[str, Any]:
-    """Number of entities to be written by reason, the most frequent first; `changed_columns` where most have one."""
+    """The number of texts to write by reason, the most frequent first, and `changed_columns` if most texts have any."""
     side = plan.side
     prior = PreviousKnowledge(None if night.previous is None else night.previous.knowledge_folder(side))
     reasons: Counter[str] = Counter()
@@ -150,9 +150,9 @@ def _reasons(night: Night, plan: SidePlan, shards: list[Shard], scratch: RunFold
 def _most_changed(
     night: Night, side: Side, part: str, keys: pa.Array, num_before: int, prior: PreviousKnowledge, scratch: RunFolder
 ) -> dict[str, str]:
-    """The columns that changed for over half of the `num_before` entities with a text, and how.
+    """The columns that changed for over half of the `num_before` entities with a text, and how they changed.
 
-    A sample of `keys` is compared, the entities whose `part` of the fingerprint changed: attributes or history.
+    `keys` are the entities whose `part` of the fingerprint, attributes or history, changed; a sample is compared.
     """
     sample = keys.take(pa.array(np.unique(np.linspace(0, len(keys) - 1, min(len(keys), MAX_COMPARED)).astype(int))))
     records = prior.values(prior.rows_of(pa.chunked_array([sample])), ["entity_id", "fingerprint", "run_id"])
@@ -184,7 +184,7 @@ def _most_changed(
 
 
 def _say_why(night: Night, sides: dict[str, dict[str, Any]]) -> None:
-    """Print the changes that make a night write about most entities anew."""
+    """Print the changes that make a night rewrite the texts of most entities."""
     say_other_prompts(night)
     for side, prompt in night.manifest.origin.prompts.items():
         changes = sides[f"{side}s"].get("changed_columns", {})

@@ -1,4 +1,4 @@
-"""`laserbatch experiment`: templates, models or frameworks tried on a sample of entities, beside what is published."""
+"""`laserbatch experiment`: try templates, models or frameworks on a sample of entities, apart from published runs."""
 
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,16 @@ from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.sampled import day_of_share
 from laserbatch.pipeline.tables.streamed import open_tables
 
-ITEMS_A_USER = 4  # of the sample, at most, where no number of items is given
+ITEMS_A_USER = 4  # default maximum of items in the sample, per user
 
 
 def experiment(
     config: list[Path] = CONFIGS,
     framework: list[str] = FRAMEWORKS,
     workspace: Path | None = WORKSPACE,
-    users: int = typer.Option(200, min=1, help="Number of users in the sample: those whose ids have the lowest hash."),
+    users: int = typer.Option(200, min=1, help="Number of users in the sample: users with the lowest hashes of ids."),
     items: int | None = typer.Option(
-        None, min=1, show_default="four a user", help="Maximum number of items, those first that these users met most."
+        None, min=1, show_default="four a user", help="Maximum number of items; those that users met most come first."
     ),
     date: str | None = typer.Option(
         None,
@@ -49,8 +49,8 @@ def experiment(
 ) -> None:
     """Try templates, models or frameworks on a sample of entities; published runs do not change.
 
-    Each variant is a framework of one configuration, or a configuration, and has a night of its own in
-    `<workspace>/experiments/<name>`. Interactions after the date then judge all of them: one table shows lift, cost
+    Each variant is a framework of one configuration, or a configuration, and runs its night in
+    `<workspace>/experiments/<name>`. Interactions after the date then judge all variants: one table shows lift, cost
     and audit. The same command continues an experiment that was killed.
     `laserbatch runs gc --experiments` removes the folders.
 

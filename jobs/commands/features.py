@@ -1,4 +1,4 @@
-"""`laserbatch features ...`: the features of runs as other tools want them: by time, or in their layouts."""
+"""`laserbatch features ...`: the features of runs for other tools: joined by time, or in the layouts of these tools."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -30,7 +30,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 @app.command()
 def asof(
-    interactions: Path = typer.Argument(..., help="Parquet file, or folder of such, with user_id, item_id, timestamp."),
+    interactions: Path = typer.Argument(..., help="Parquet file or folder of files, with user_id, item_id, timestamp."),
     out: Path = typer.Argument(
         ..., help="Parquet file to write: the same rows with the features of both sides.", **TO_FILE
     ),
@@ -43,9 +43,9 @@ def asof(
     ),
     as_json: bool = JSON,
 ) -> None:
-    """Join to each row of a log the newest features that are older than it, of all finished runs.
+    """Join to each row of a log the newest features of all finished runs that are older than the row.
 
-    A text of the night of a date is valid from the day after, so no row gets a text that was written from the row.
+    A text is valid from the day after its night's date, so no row gets a text that was written from that row.
     Rows without such a text have null features.
 
     Example: `laserbatch features asof tables/interactions.parquet train.parquet --workspace workspace`
@@ -97,7 +97,7 @@ def history(
 ) -> None:
     """Write every version of the features that finished runs hold, with `valid_from` and `valid_to`.
 
-    `valid_to` is when the next version took over, and null for current versions, as feature stores join them by time.
+    `valid_to` is the time at which the next version took over, and null for current versions.
 
     Example: `laserbatch features history versions/ --workspace workspace`
     """
@@ -123,19 +123,19 @@ def history(
 @app.command()
 def export(
     out: Path = typer.Argument(
-        ..., help="Folder to write; formats that need a name of the data set take its name.", **TO_FOLDER
+        ..., help="Folder to write; formats that need a name of the data set use the folder's name.", **TO_FOLDER
     ),
     layout: FormatName = typer.Option("merlin", "--format", help="Tool whose layout is written."),
     run: str | None = typer.Option(None, show_default="the published run", help="A run id."),
     since: str | None = typer.Option(
-        None, help="Write only rows that differ from this run's, and ids that were removed since."
+        None, help="Write only rows that differ from those of this earlier run, and ids that were removed since."
     ),
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace OUT if it is there."),
     as_json: bool = JSON,
 ) -> None:
-    """Write the features of a run as Merlin, FuxiCTR or RecBole read them, with the settings that load them there.
+    """Write the features of a run in the layout of Merlin, FuxiCTR or RecBole, with settings that load them there.
 
     Example: `laserbatch features export fuxictr_data --format fuxictr --workspace workspace`
     """
@@ -160,7 +160,7 @@ def export(
 
 
 def _num_rows(run: RunFolder, side: Side) -> int:
-    """The rows of a run's features. Raises WorkspaceError where they are missing or damaged."""
+    """The number of rows of a run's features. Raises WorkspaceError if they are missing or damaged."""
     path, figures = run.features_path(side), run.load_manifest().features.get(side)
     if figures is None or not path.exists():
         again = f"`laserbatch nightly --date {run.date} --force` makes features"

@@ -1,7 +1,7 @@
 """`laserbatch forget`: remove users or items from everything that a workspace holds, and write a receipt.
 
-The receipt is written before anything is removed and lists what will be; so a command that was killed goes on where it
-stopped, and its receipt is complete. It holds neither a text nor an id: ids are written as digests.
+The receipt is written before anything is removed, and lists what will be removed. A killed command can thus go on where
+it stopped, with a complete receipt. The receipt holds neither texts nor ids: ids are written as digests.
 """
 
 import re
@@ -47,7 +47,7 @@ def forget(
     user: list[str] = typer.Option([], "--user", help="Id of a user; may be given several times."),
     item: list[str] = typer.Option([], "--item", help="Id of an item; may be given several times."),
     ids: Path | None = typer.Option(
-        None, "--ids", help="A file of users' ids: one a line, or the column user_id of a CSV."
+        None, "--ids", help="A file of users' ids: one per line, or the column user_id of a CSV."
     ),
     dry_run: bool = DRY_RUN,
     config: Path | None = CONFIG,
@@ -57,8 +57,8 @@ def forget(
     """Remove users or items from every run and pool of a workspace, and write a receipt of what was removed.
 
     Their texts, vectors, plans, quarantined rows and report samples are removed from every run. Pools that held them
-    are rebuilt or dropped; unfinished runs and experiments are removed. The same command continues
-    if it was killed. Remove the ids from your input tables first, or the next night writes about them again. The exit
+    are rebuilt or dropped; unfinished runs and experiments that hold them are removed. The same command continues if
+    it was killed. Remove the ids from your input tables first, or the next night writes about them again. The exit
     code is 4 if an id is neither in the workspace, nor in the input tables, nor in an earlier receipt.
 
     Example: `laserbatch forget --config laserbatch.yaml --user u123 --user u456`
@@ -127,7 +127,7 @@ def _print_removed(receipt: Receipt, dry_run: bool) -> None:
 
 
 def _scan(workspace: Workspace, requested: Ids, receipt: Receipt) -> None:
-    """Add the places that hold the ids now to the receipt."""
+    """Add to the receipt every run, experiment and pool that holds the ids now."""
 
     def rows_in(folder: Path) -> dict[str, int]:
         num_rows, seen = rows_of(folder, requested)
@@ -150,7 +150,7 @@ def _scan(workspace: Workspace, requested: Ids, receipt: Receipt) -> None:
             receipt.removed_experiments.append(experiment.name)
     store = PoolStore(workspace.pools_folder)
     runs = {run.run_id for run in workspace.runs()}
-    # Pools that a command for other ids was to remove when it was killed: their runs no longer say so.
+    # Pools that a killed command for other ids had yet to remove; their runs no longer hold those ids.
     pools_left = [other.pools.items() for other in unfinished(workspace)]
     left = {version for pools in pools_left for version, what in pools if what in ("rebuild", "drop")}
     for entry in store.list():
@@ -161,24 +161,24 @@ def _scan(workspace: Workspace, requested: Ids, receipt: Receipt) -> None:
 
 
 def _places_not_reached(workspace: Workspace, settings: Settings, recorded: Sequence[str]) -> list[str]:
-    """The places that runs were delivered to, those of extensions and experiments too, but that are not cleaned now.
+    """The places to which runs, also of extensions and experiments, were delivered and that are not cleaned now.
 
     Call it before anything is removed: only files of an experiment, or events of a run, name their places. `recorded`
-    are those in the receipt of a command that was killed.
+    are the places in the receipt of a killed command.
     """
     reached = [workspace, *workspace.within()]
     variants = [Workspace(path.parent) for path in workspace.root.glob(f"{EXPERIMENTS}/*/*/workspace.json")]
     places = {*recorded}
     for other in (*reached, *variants):
         places |= known_places(other.root)
-        for run in other.runs():  # of nights before places had a file of their own
+        for run in other.runs():  # earlier versions recorded places only as events
             places |= {event["to"] for event in read_events(run.events_path) if event["event"] == "delivered"}
     uris = [delivery_uri(other, settings.deliver_to) for other in reached]
     return sorted({place.rstrip("/") for place in places} - {uri.rstrip("/") for uri in uris if uri})
 
 
 def _runs(workspace: Workspace) -> dict[str, RunFolder]:
-    """All runs by name; the name of an extension's run begins with its folder."""
+    """All runs by name; the name of an extension's run begins with the extension's folder."""
     runs = {run.run_id: run for run in workspace.runs()}
     return runs | {f"{other.root.name}/{run.run_id}": run for other in workspace.within() for run in other.runs()}
 
@@ -201,7 +201,7 @@ def _remove(workspace: Workspace, settings: Settings, requested: Ids, receipt: R
         _forget_in_events(run.events_path, requested)
         try:
             draw_report(run, run.load_manifest())
-        except WorkspaceError as error:  # of another version: what it shows is not known
+        except WorkspaceError as error:  # the manifest of another version cannot be drawn
             run.report_path.unlink(missing_ok=True)
             say(f"the report of {name} is removed, since it cannot be drawn anew: {error}")
         receipt.save()
@@ -222,7 +222,7 @@ def _remove(workspace: Workspace, settings: Settings, requested: Ids, receipt: R
 
 
 def _leave_inherited_clusters(runs: Mapping[str, RunFolder], requested: Ids, receipt: Receipt) -> None:
-    """Take the entities' vectors out of codebooks of later runs, before the rows that tell them are removed."""
+    """Remove the entities' vectors from codebooks of other runs, before the rows with these vectors are removed."""
     of_their_own: dict[Side, set[bytes]] = {side: set() for side in SIDES}
     for name in receipt.rows.keys() & runs.keys():
         for side, vectors in vectors_of_their_own(runs[name], requested).items():
@@ -233,7 +233,7 @@ def _leave_inherited_clusters(runs: Mapping[str, RunFolder], requested: Ids, rec
 
 
 def _rebuilt(settings: Settings, name: str, requested: Ids) -> bool:
-    """Build the pools of a run again without some entities; False, after a message, if that fails."""
+    """Rebuild the pools of a run without some entities; print a message and return False if that fails."""
     from laserbatch.jobs.stages.build_pools import build_pools
     from laserbatch.jobs.stages.night import open_run
 
@@ -252,7 +252,7 @@ def _rebuilt(settings: Settings, name: str, requested: Ids) -> bool:
 
 
 def _forget_in_events(path: Path, requested: Ids) -> None:
-    """Remove the events whose message names an id; others hold no ids."""
+    """Remove the events whose printed line names an id; other events hold no ids."""
     if not path.exists():
         return
     named = re.compile("|".join(rf"(?<!\w){re.escape(key)}(?!\w)" for keys in requested.values() for key in keys))
@@ -265,7 +265,7 @@ def _forget_in_events(path: Path, requested: Ids) -> None:
 def _nowhere(
     workspace: Workspace, unknown: Mapping[Side, list[str]], in_tables: Mapping[Side, Mapping[str, set[str]]]
 ) -> dict[Side, list[str]]:
-    """The unknown ids that are in no input table, and that no receipt lists as removed."""
+    """The unknown ids that are neither in an input table nor listed as removed in a receipt."""
     known = {side: set() for side in SIDES}
     for path in (workspace.root / RECEIPTS).glob("*.json"):
         earlier = unless_damaged(partial(Receipt.load, path))
@@ -277,7 +277,7 @@ def _nowhere(
 
 
 def _in_tables(settings: Settings, requested: Ids) -> dict[Side, dict[str, set[str]]] | None:
-    """The ids that are still in input tables, by side and table; None if the tables are not set or cannot be read."""
+    """The requested ids in input tables, by side and table; None if the tables are not set or cannot be read."""
     if settings.tables.path is None:
         return None
     remaining: dict[Side, dict[str, set[str]]] = {side: {} for side in SIDES}

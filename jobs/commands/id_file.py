@@ -1,7 +1,6 @@
-"""A file of ids, as editors and spreadsheets write it: an id a line, or a CSV with the column `user_id`.
+"""Reads a file of ids as editors and spreadsheets write it: one id per line, or a CSV with the column `user_id`.
 
-It knows no workspace: whether somebody has an id is for the caller to find out. A file whose form leaves open what its
-ids are is refused by line.
+It does not know whether ids exist; callers check that. An ambiguous file is refused, with the line at fault.
 """
 
 import codecs
@@ -21,11 +20,11 @@ _EXPECTED = "expected an id a line, or a CSV whose header names a column user_id
 
 
 def read_ids(path: Path, note: Callable[[str], object] = lambda text: None) -> set[str]:
-    """The ids of a file, without blanks, invisible characters and quotes around them; empty lines are none.
+    """The ids of a file, without surrounding blanks, invisible characters and quotes; empty lines are skipped.
 
-    UTF-16 is read where the file begins with its byte order mark. `note` is called with what was taken for an id.
-    Raises ConfigError, which names the line, where a line holds several fields, an open quote or a control character,
-    or the file is no such text.
+    UTF-16 is read if the file begins with its byte order mark. `note` is called with a line that says what was read as
+    ids. Raises ConfigError, which names the line, if a line holds several fields, an open quote or a control character,
+    or if the file is not text.
     """
     lines = [_trimmed(line) for line in re.split(r"\r\n|\r|\n", _text(path))]
     rows = [(number, line) for number, line in enumerate(lines, 1) if line]
@@ -67,7 +66,7 @@ def _text(path: Path) -> str:
 
 
 def _of_csv(path: Path, rows: list[tuple[int, str]], delimiter: str) -> list[tuple[int, str]]:
-    """The ids of a CSV with their lines; the first row is its header."""
+    """The ids of a CSV with their line numbers; the first row is the header."""
     fields = []
     for number, line in rows:
         try:
@@ -97,7 +96,7 @@ def _plain_id(path: Path, number: int, line: str) -> str:
 
 
 def _unquoted(field: str) -> str:
-    """A field without a pair of quotes around it; a doubled quote within double quotes is one."""
+    """A field without the pair of quotes around it; a doubled quote within the pair becomes one."""
     field = _trimmed(field)
     if len(field) < 2 or field[0] != field[-1] or field[0] not in "\"'":
         return field

@@ -1,7 +1,7 @@
-"""`laserbatch init TABLES`: a short configuration for the user's own tables, with what can be guessed filled in.
+"""`laserbatch init TABLES`: write a short configuration for the user's own tables, filled with guesses.
 
-Tables that are in the input schema already need no mapping; for others a guessed one is written beside the
-configuration, to be read and corrected by a person.
+Tables in the input schema need no mapping. For others a guessed mapping is written next to the configuration, for a
+person to read and correct.
 """
 
 import datetime
@@ -37,8 +37,8 @@ from laserbatch.pipeline.tables.schema import ID_COLUMNS, REQUIRED_COLUMNS, id_t
 from laserbatch.pipeline.tables.streamed import open_tables
 
 Guessed = tuple[Any, str]  # a value of an option, and the reason for it
-MIN_SHARE_POSITIVE = 0.05  # a guessed label rule takes at least this share of the ratings seen as positive
-ROWS_SEEN = 65_536  # interactions that a guess looks at
+MIN_SHARE_POSITIVE = 0.05  # a guessed label rule counts at least this share of the sampled ratings as positive
+ROWS_SEEN = 65_536  # number of first rows that guesses are based on
 MAX_EVENT_KINDS = 20  # `init` lists at most this many kinds of events in the configuration
 HEAD = "# `laserbatch config` shows every option with its default; add here what you change."
 WORDS = tuple(f"knowledge.words.{key}" for key in Words.model_fields)
@@ -83,7 +83,7 @@ def init(
         raise ConfigError(f"{mapping_path} is there already; pass --overwrite to replace it")
     notes: list[str] = []
 
-    def note(message: str) -> None:  # at once: it may say why nothing can be guessed
+    def note(message: str) -> None:  # printed at once: it may say why nothing can be guessed
         notes.append(message)
         say(message)
 
@@ -143,7 +143,7 @@ def _finish(outcome: dict[str, Any], first_command: str, out: Path, as_json: boo
 
 
 def _named(out: Path) -> str:
-    """The option that names a configuration; commands find one of the usual name in their folder by themselves."""
+    """The `--config` option that names a configuration; empty for the default name, which commands find themselves."""
     return "" if out == Path("laserbatch.yaml") else f" --config {out}"
 
 
@@ -153,7 +153,7 @@ def _first_rows(tables: str, name: str) -> pa.Table | None:
 
 
 def _domain(names: tuple[str, ...], items: pa.Table | None, title: str | None) -> Domain | None:
-    """The domain of the items, guessed from the names of their file and id, and from their columns and values."""
+    """Guess the domain of the items from the names of their file and id, and from their columns and values."""
     if items is None:
         return domain_of(names)
     source = SourceTable("items", items, {})
@@ -162,7 +162,7 @@ def _domain(names: tuple[str, ...], items: pa.Table | None, title: str | None) -
 
 
 def _guessed(domain: Domain | None, rows: pa.Table | None, named: Mapping[str, Any]) -> dict[str, Guessed]:
-    """Values of options that fit a domain and the first interactions, whose columns may be named otherwise."""
+    """Guess options from a domain and the first interactions; `named` maps columns to other names in these rows."""
     guessed: dict[str, Guessed] = {}
     if domain is not None:
         usual, why = dict(Words()), "by names and values of the tables"
@@ -198,7 +198,7 @@ def _label(labels: Mapping[str, pa.ChunkedArray]) -> Guessed:
 
 
 def _rated_label(ratings: pa.ChunkedArray) -> Guessed:
-    """The rule that ratings from three quarters of the scale on are positives: 4 on a scale from 1 to 5."""
+    """The label rule that ratings in the top quarter of the scale are positives: from 4 on a scale from 1 to 5."""
     least, most = pc.min_max(ratings).as_py().values()
     if least is None or least == most:
         return "all", "the ratings are all alike"
@@ -210,7 +210,7 @@ def _rated_label(ratings: pa.ChunkedArray) -> Guessed:
     start = math.ceil(least + 0.75 * (most - least))
     start = start if least < start <= most else most
     share = pc.sum(pc.greater_equal(ratings, start)).as_py() / len(ratings)
-    if share < MIN_SHARE_POSITIVE:  # counts, of plays for example, not a scale
+    if share < MIN_SHARE_POSITIVE:  # counts, such as numbers of plays, not a scale
         return "all", f"{seen}, few of them high, as counts are"
     return f"rating >= {start:g}", f"three quarters of the scale: {seen}"
 
@@ -220,7 +220,7 @@ def _events(labels: Mapping[str, pa.ChunkedArray]) -> list[str]:
 
 
 def _nouns(id_column: str, stem: str) -> dict[str, Guessed]:
-    """The words for an item and for items, from the names of the id column and of the file."""
+    """Guess the words for an item and for items from the names of the id column and of the file."""
     noun = re.sub(r"[_ ]*(id|no|key|code|nr|nummer)$", "", id_column, flags=re.IGNORECASE).lower()
     if not noun or noun == "item" or not noun.isalpha():
         return {}
@@ -230,7 +230,7 @@ def _nouns(id_column: str, stem: str) -> dict[str, Guessed]:
 
 
 def _paths(mapping: Mapping[str, Any]) -> list[str]:
-    """Attributes that the mapping splits at `>`, which stands between the levels of a path."""
+    """The attributes that the mapping splits at `>`, which separates the levels of a path."""
     attributes = {**mapping.get("users", {}).get("attributes", {}), **mapping["items"]["attributes"]}
     return [
         name for name, source in attributes.items() if isinstance(source, dict) and ">" in source.get("separator", "")
@@ -238,7 +238,7 @@ def _paths(mapping: Mapping[str, Any]) -> list[str]:
 
 
 def _is_in_schema(folder: str) -> bool:
-    """Whether the tables have the columns that they must have, and ids of one type in both tables that hold them."""
+    """Whether the tables have their required columns, and ids have the same type in both tables that hold them."""
     try:
         schemas = {name: table_parts(folder, name)[0].schema() for name in REQUIRED_COLUMNS}
     except TableError:
@@ -252,7 +252,7 @@ def _is_in_schema(folder: str) -> bool:
 
 
 def _configuration(tables: Path | str, note: str, guessed: Mapping[str, Guessed]) -> str:
-    """The options that a new user decides, as YAML: values of `guessed` with their reasons, the others by default."""
+    """YAML of the options that a new user decides: guessed values with their reasons, otherwise the defaults."""
     lines, within = [HEAD, *note.splitlines()], ()
     for option in WRITTEN:
         if option not in guessed and option not in ALWAYS:

@@ -1,4 +1,4 @@
-"""The commands that run nights: `nightly`, `backfill` for a range of dates, and `demo` for two in a row."""
+"""The commands that run nights: `nightly`, `backfill` for a range of dates, and `demo` for two nights in a row."""
 
 import datetime
 import json
@@ -29,19 +29,19 @@ from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import describe
 from laserbatch.pipeline.tables.schema import require_only_tables
 
-NUM_ASKED = 40  # ratings of each user after the last night, to judge the CTR models by
-DEMO_SEED = 7  # a world on which nothing was trained or chosen: neither the sample model nor a CTR setting
+NUM_ASKED = 40  # ratings of each user after the last night, on which the CTR models are judged
+DEMO_SEED = 7  # neither the sample model was trained nor a CTR setting chosen on the world of this seed
 
 
 def nightly(
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
-    date: str = typer.Option(..., help="Date of the night, which uses what was known at the end of this day."),
+    date: str = typer.Option(..., help="Date of the night; it uses what was known at the end of this day."),
     force: bool = typer.Option(
         False, help="Also write unchanged entities again, in a new run; also accept a date after tomorrow."
     ),
     redo: bool = typer.Option(
-        False, help="Run a finished date again, in a new run, if its tables changed since; unchanged texts are kept."
+        False, help="Run a finished date again, in a new run, if its tables changed since; unchanged texts carry over."
     ),
     publish: bool = typer.Option(
         False, "--publish", help="Publish the run even if a run of a later date is published."
@@ -135,7 +135,7 @@ def backfill(
 def _run_range(
     settings: Settings, start: datetime.date, end: datetime.date, publish: bool, redo: bool
 ) -> dict[str, Any]:
-    """Run the nights of a range of dates; return their counts, and the run that is published after them."""
+    """Run the nights of a range of dates; return their counts and the run that is published at the end."""
     num_nights = (end - start).days + 1
     rows: list[dict[str, str | int]] = []
     run = base_run = None
@@ -178,7 +178,7 @@ def demo(
     num_users: int = typer.Option(400, help="Number of users in the sample world."),
     num_items: int = typer.Option(300, help="Number of items in the sample world."),
     model_dir: Path | None = typer.Option(
-        None, "--model", metavar="FOLDER", help="Write with the model of this folder, in place of the bundled one."
+        None, "--model", metavar="FOLDER", help="Write with the model of this folder instead of the bundled one."
     ),
     as_json: bool = JSON,
 ) -> None:
@@ -202,7 +202,7 @@ def demo(
         raise ConfigError(f"{config} is another configuration than this demo's; remove it, or give another --folder")
     write_text(text, config)
     settings = load_settings(config)
-    # The first night compares nothing: the second one, which has every text, does.
+    # Only the second night, which has every text, compares.
     alone = settings.night.model_copy(update={"train_ctr": False, "compare_with_plain": False})
     say("night 1: no pools yet, so drafts come from each text's own prompt and output")
     first = run_night(settings.model_copy(update={"night": alone}), LAST_DATE - datetime.timedelta(days=1))
@@ -219,7 +219,7 @@ def demo(
 
 
 def _demo_configuration(model_dir: Path | None) -> str:
-    """The configuration of the demo, for its folder; None: with the bundled model."""
+    """The text of the demo's configuration file, with the bundled model if `model_dir` is None."""
     text = (PACKAGE_ROOT / "configs" / ("demo.yaml" if model_dir is None else "demo_real.yaml")).read_text("utf-8")
     if model_dir is not None:
         text = text.replace("decoding:\n", f"decoding:\n  model: {json.dumps(str(model_dir.resolve()))}\n")
@@ -227,7 +227,7 @@ def _demo_configuration(model_dir: Path | None) -> str:
 
 
 def left_out_columns(manifest: RunManifest) -> list[str]:
-    """The columns that no prompt shows because they look like personal data, as `users.email`."""
+    """The columns that no prompt shows because they look like personal data, such as `users.email`."""
     return [
         f"{table}.{column}" for table, facts in manifest.origin.inputs.items() for column in facts.get(LEFT_OUT, {})
     ]
@@ -248,7 +248,7 @@ def night_counts(night: Night) -> dict[str, Any]:
 
 
 def nights_table(nights: list[Night]) -> Table:
-    """One row per night and side; rows of plain decoding of the same texts, if there was any, follow."""
+    """One row per night and side; after each night, rows of plain decoding of the same texts, if there was any."""
     rows = []
     for night in nights:
         for side, figures in night.manifest.generation.sides.items():

@@ -1,4 +1,4 @@
-"""`laserbatch pools ...`: build, look into, choose and remove the retrieval pools of a workspace."""
+"""`laserbatch pools ...`: build, show, choose and remove the retrieval pools of a workspace."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +25,7 @@ RUN = typer.Option(None, "--run", show_default="the published run", help="Run wh
 def rebuild(
     config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, run: str | None = RUN, as_json: bool = JSON
 ) -> None:
-    """Build the pools of a run, or rebuild them; the next run drafts from them if that run is finished.
+    """Build the pools of a run, or rebuild them; the next run drafts from them if their run is finished.
 
     Example: `laserbatch pools rebuild --config laserbatch.yaml`
     """
@@ -53,7 +53,7 @@ def rebuild(
 
 @app.command(name="list")
 def list_versions(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, as_json: bool = JSON) -> None:
-    """List the versions; the next run opens the marked one.
+    """List the versions; the next run drafts from the marked one.
 
     Example: `laserbatch pools list --config laserbatch.yaml`
     """
@@ -110,7 +110,7 @@ def use(
     workspace: Path | None = WORKSPACE,
     as_json: bool = JSON,
 ) -> None:
-    """Make the next run draft from an earlier version; a run that is under way does not change.
+    """Make the next run draft from a chosen version; a run that is under way does not change.
 
     Example: `laserbatch pools use 2025-03-01-1a2b3c4d`
     """
@@ -150,7 +150,7 @@ def _version(store: PoolStore, version: str | None) -> PoolVersion:
     name = store.current_version() if version is None else version
     if name is None:
         raise PoolError(f"no pools in {store.root} yet; run `laserbatch nightly` or `laserbatch pools rebuild`")
-    store.folder(name)  # refuses one that is not there
+    store.folder(name)  # raises if the version does not exist
     return next(entry for entry in store.list() if entry.version == name)
 
 
@@ -168,7 +168,7 @@ def _versions_table(versions: list[PoolVersion], caption: str = "* is what the n
 
 
 def _calibration(manifest: PoolManifest) -> str:
-    """The calibration error of a pool's estimates of acceptance, in words."""
+    """The calibration error of a pool's acceptance estimates, in words."""
     if (calibration := manifest.calibration) is None:
         return "not calibrated"
     error = calibration.reliability.expected_calibration_error

@@ -39,7 +39,7 @@ def list_runs(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, 
     else:
         caption = "* is what readers see; of users and items: written / carried over / failed"
         rows = [_row(row) for row in described]
-        columns = [name for name in rows[0] if any(row[name] for row in rows)]  # lists of items have no side of items
+        columns = [name for name in rows[0] if any(row[name] for row in rows)]  # runs of item lists have no items side
         rows = [{name: row[name] for name in columns} for row in rows]
         print_table(Table("Runs", rows, ("", "run", "state"), caption))
         for row in described:
@@ -88,7 +88,7 @@ def diff(
     workspace: Path | None = WORKSPACE,
     as_json: bool = JSON,
 ) -> None:
-    """Name the entities whose text changed from one run to another and why, and those that were added or removed.
+    """Name the entities whose text changed between two runs, with the reason, and entities added or removed.
 
     Example: `laserbatch runs diff 2025-03-01-1a2b3c4d 2025-03-02-1a2b3c4d --limit 5`
     """
@@ -152,7 +152,7 @@ def publish(
 
 @app.command()
 def rollback(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, as_json: bool = JSON) -> None:
-    """Publish the run that was published before this one again; no later night builds on the rolled-back run.
+    """Publish the previously published run again; no later night builds on the run that is rolled back.
 
     Example: `laserbatch runs rollback`
     """
@@ -180,9 +180,9 @@ def gc(
     workspace: Path | None = WORKSPACE,
     as_json: bool = JSON,
 ) -> None:
-    """Remove old runs, except the published and the previously published one, unfinished ones, and those in use.
+    """Remove old runs, except the published and the previously published run, unfinished runs, and runs in use.
 
-    In use is a run that an unfinished run, the published run or the next night is built on.
+    A run is in use if an unfinished run, the published run or the next night is built on it.
 
     Example: `laserbatch runs gc --keep 14 --dry-run`
     """
@@ -223,18 +223,18 @@ def gc(
 
 
 def kept_runs(workspace: Workspace, keep: int, also_unfinished: bool = False) -> dict[str, str]:
-    """Ids of the runs that a collection leaves, and why, oldest first.
+    """The ids of the runs that `gc` keeps, oldest first, each with the reason.
 
-    These are the `keep` newest finished runs, rolled back or not; the published run and the one before it; the run that
-    the next night builds on; unfinished runs, with `also_unfinished` only those that are newer than any of these; and
-    the runs that an unfinished run or the published run was built on.
+    These are the `keep` newest finished runs, rolled back or not; the published run and the one before it; the runs
+    that the next night may build on; unfinished runs, with `also_unfinished` only those newer than the oldest kept run;
+    and the runs that an unfinished run or the published run was built on.
     """
     runs = {run.run_id: run for run in workspace.runs()}
     finished = [run_id for run_id, run in runs.items() if run.is_finished or run.is_held]
     reasons = {run_id: f"among the newest {keep}" for run_id in finished[-keep:]}
     not_built_on = workspace.publication.not_built_on()
     usable = [run_id for run_id in finished if runs[run_id].is_finished and run_id not in not_built_on]
-    newest = [run_id for run_id in usable if runs[run_id].date == runs[usable[-1]].date]  # settings say which of them
+    newest = [run_id for run_id in usable if runs[run_id].date == runs[usable[-1]].date]  # its settings decide which
     reasons |= dict.fromkeys(newest, "the next night builds on it")
     for run in workspace.publication.earlier_runs()[:1]:
         reasons[run.run_id] = "a rollback publishes it"

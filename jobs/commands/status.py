@@ -1,6 +1,6 @@
-"""`laserbatch status`: what a workspace is doing, or did last. It reads files, waits for no lock and keeps none.
+"""`laserbatch status`: what a workspace is doing, or did last. It reads files and neither takes nor waits for a lock.
 
-With `--watch` it looks again and again, until the night that runs there has ended.
+With `--watch` it refreshes until the night that runs there has ended.
 """
 
 import datetime
@@ -29,9 +29,9 @@ from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 
 REFRESH_S, LINE_EVERY_S = 2.0, 60.0
-LEFT_OUT = ("workspace", "lock", "begun", "events", "published", "delivered")  # rows that lines do without
+LEFT_OUT = ("workspace", "lock", "begun", "events", "published", "delivered")  # rows that single lines leave out
 GOING = ("unknown", "running")  # states in which a night may make progress
-State = dict[str, Any]  # of a workspace, as `workspace_state` returns it
+State = dict[str, Any]  # state of a workspace, described in `workspace_state`
 _HOLDER = re.compile(r"pid (\d+) on (.+)")
 _STATES = {
     "died": "the last attempt died; the same command goes on with what is finished",
@@ -69,16 +69,16 @@ def status(
 
 
 def workspace_state(workspace: Workspace, now: datetime.datetime) -> State:
-    """What there is to say at a moment; times are ISO 8601 (UTC), ages in seconds.
+    """The state of a workspace at the time `now`; times are ISO 8601 (UTC), ages in seconds.
 
-    `state` is "running", "idle", "died": the last attempt is gone and said no end, or "unknown": a process of another
-    host took the lock, and this host does not see whether it still holds it. `lock` is None where nobody holds
-    it, else its `holder`, `since` when, and whether that `is_certain`. `run` is the run that is under way or was last,
-    None before the first; of one that is running, or may be, `progress` has what is being counted, last
-    `updated_at` that time, and `writing` the figures of the shards that its stage writes. `cost` is the money that a
-    server's answers cost so far, None without a server or prices. Its `exit_code` is that of the last attempt, None if
-    that goes on or died. `delivered` has by place what was sent there last, by whichever command, if anything was.
-    `within` says the same of the workspace of each extension, by its folder.
+    `state` is "running", "idle", "died" (the last attempt ended without recording its end) or "unknown" (a process of
+    another host took the lock, and this host cannot see whether it still holds it). `lock` is None if nobody holds the
+    lock, otherwise it has the `holder`, `since` when, and whether that `is_certain`. `run` is the run that is under way
+    or was last, None before the first. If it is running, or may be, its `progress` has the current count, last updated
+    at `updated_at`, and `writing` the figures of the shards of its stage. Its `cost` is the money that a server's
+    answers cost so far, None without a server or prices. Its `exit_code` is that of the last attempt, None if the
+    attempt still runs or died. `delivered`, if any, lists each place with the run sent there last, by any command.
+    `within` has the same state of each extension's workspace, by its folder.
     """
     return _state(workspace, now) | {
         "within": {extension.root.name: _state(extension, now) for extension in workspace.within()}
@@ -103,9 +103,9 @@ def _state(workspace: Workspace, now: datetime.datetime) -> State:
 def _lock(workspace: Workspace) -> dict[str, Any] | None:
     """The holder of the lock, since when it is held, and whether that is certain; None if the lock is free.
 
-    The kernel says whether it is held, the file by whom. Where the file system has no lock to ask for, a process of
-    this host is looked for by its id. A lock that is not held here may be held on the host that the file names: some
-    file systems (FUSE, SMB, NFS with local locks) lock on each host for itself.
+    The kernel tells whether the lock is held, the lock file tells by whom. If the file system has no locks, a holder on
+    this host is looked up by its process id. A lock that is free here may still be held on the host that the file
+    names: some file systems (FUSE, SMB, NFS with local locks) keep locks on each host separately.
     """
     path = workspace.root / "LOCK"
     try:
@@ -156,12 +156,12 @@ def _run_state(run: RunFolder, now: datetime.datetime, is_running: bool) -> dict
     state["stage_since"] = stage["time"] if state["stage"] and stage else None
     state["progress"] = state["writing"] = None
     going = [event for event in events if event["event"] in ("progress", "shard_done")]
-    is_going = is_running or not (run.is_finished or failed)  # or it died
+    is_going = is_running or not (run.is_finished or failed)  # running, or died
     if is_going and going:
         state["progress"] = _progress(going, now)
     if is_going and stage:
         state["writing"] = writing_state(events[events.index(stage) :], now)
-    if not is_running:  # the time that a dead night would take is no time
+    if not is_running:  # no remaining time for a night that does not run
         for figures in filter(None, (state["progress"], state["writing"])):
             figures |= {"left_s": None} | ({"rate": None} if "rate" in figures else {"left_by": None})
     state["cost"] = cost_so_far(events, run.root)
@@ -173,7 +173,7 @@ def _run_state(run: RunFolder, now: datetime.datetime, is_running: bool) -> dict
 
 
 def _progress(going: list[dict[str, Any]], now: datetime.datetime) -> dict[str, Any]:
-    """The progress of the last count that began, and the time left at its pace so far."""
+    """The progress of the count that began last, and the time left at its pace so far."""
     counted = [event for event in going if event["event"] == "progress"]
     name = counted[-1]["of"] if counted else "generate"
     begun = next((event for event in counted if event["of"] == name), going[0])
@@ -244,7 +244,7 @@ def summary_rows(state: State) -> dict[str, str]:
 
 
 def _speed(writing: dict[str, Any]) -> str:
-    """Tokens a second and accepted tokens a step; empty before the first shard is finished."""
+    """Tokens per second and accepted tokens per step; empty before the first shard is finished."""
     if writing["tokens_per_s"] is None:
         return ""
     accepted = writing["acceptance_length"]
@@ -253,7 +253,7 @@ def _speed(writing: dict[str, Any]) -> str:
 
 
 def _time_left(writing: dict[str, Any]) -> str:
-    """The guess of the time left, and what it was guessed from."""
+    """The estimated time left, and what it was estimated from."""
     if writing["left_s"] is None:
         return "not known before a shard is finished"
     left_s = writing["left_s"]
@@ -265,7 +265,7 @@ def _time_left(writing: dict[str, Any]) -> str:
 def follow(look: Callable[[], State], as_json: bool) -> int:
     """Show the state of a workspace until no night runs there; return the exit code of the night.
 
-    A terminal shows the rows of the state, other output gets them in lines, and with `as_json` the last state alone.
+    A terminal shows the rows of the state, other output gets a line a minute; `as_json` prints only the last state.
     """
     state: State = {}
     try:
@@ -289,7 +289,7 @@ def follow(look: Callable[[], State], as_json: bool) -> int:
 
 
 def _states(look: Callable[[], State]) -> Iterator[State]:
-    """States of the workspace in which a night runs, the given one or one within it; the last is after its end."""
+    """Yield states of the workspace in which a night runs, the given one or an extension's, until the night ends."""
     root = None
     while True:
         state = look()

@@ -1,4 +1,4 @@
-"""`laserbatch try`: print the prompt, pool and text of one entity. It keeps nothing but the measured cost of steps."""
+"""`laserbatch try`: print the prompt, pool and text of one entity. It saves only the measured step cost."""
 
 import datetime
 import json
@@ -41,7 +41,7 @@ from laserbatch.pipeline.tables.read import Tables, read_tables
 from laserbatch.pipeline.tables.schema import tables_folder
 from laserbatch.retrieval_pools.step_cost import StepCost
 
-# Underlines differ too, so that the spans can be told apart without colours. The model's own tokens stay unmarked.
+# Underlines differ too, so that spans differ without colours. The model's own tokens are not marked.
 SOURCE_STYLES = {
     "pool": "#101820 on #f2c4dd",
     "previous": "#101820 on #a9d3f2 underline",
@@ -50,7 +50,7 @@ SOURCE_STYLES = {
     "form": "#101820 on #d5dae0",
     "target": "",
 }
-OTHER_STYLE = "#101820 on #d9d2ee"  # of drafters that packages add
+OTHER_STYLE = "#101820 on #d9d2ee"  # for drafters that other packages add
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ class TriedEntity:
     num_prompt_tokens: int
     num_history: int
     num_history_dropped: int
-    pool_version: str | None  # None where there is no pool
-    group: str | None  # that the router chose
+    pool_version: str | None  # None if there is no pool
+    group: str | None  # the pool group that the router chose
     scheme: str
     text: str
     spans: list[SampleSpan]
     stats: DecodingStats
-    fields: Mapping[str, str] | None  # None when a night would not keep the text, and `problem` says why
+    fields: Mapping[str, str] | None  # None if a night would not keep the text; `problem` then says why
     problem: str | None = None
 
 
@@ -101,13 +101,13 @@ def try_one(
     if needs_a_model(settings):
         say(NEEDS_A_MODEL)
     changes: dict[str, Any] = {}
-    if settings.decoding.engine == "vllm":  # it needs a process in which nothing was planned
+    if settings.decoding.engine == "vllm":  # vLLM needs a process in which nothing was planned
         say("tried with our engine: vLLM writes the same, but for near-ties")
         changes = {"engine": "laserbatch", "vllm": {}}
-    if (server := settings.decoding.endpoint) is not None:  # which is not to take a day for one text
+    if (server := settings.decoding.endpoint) is not None:  # batch mode may take a day for one text
         changes = {"endpoint": server.model_copy(update={"mode": "requests"})}
     decoding = settings.decoding.model_copy(update=changes)
-    # Written even if a night would wait.
+    # The text is written even if a night would postpone it.
     settings = settings.model_copy(update={"decoding": decoding, "refresh": RefreshSettings()})
     exists = (settings.workspace / "workspace.json").exists()
     opened = Workspace.open(settings.workspace, create=False) if exists else Workspace(settings.workspace)
@@ -121,9 +121,9 @@ def try_one(
 
 
 def with_only(tables: Tables, side: Side, text: str | None, of_all_dates: pa.Table | None = None) -> Tables:
-    """Tables with one entity of a side: the one whose id as text is `text`, or the first.
+    """Tables with only one entity of a side: the entity whose id as text is `text`, or the first.
 
-    Raises TableError where there is none; of one that is in `of_all_dates`, the side's table, it says since when.
+    Raises TableError if there is none; if the side's table `of_all_dates` has it, the error names its `created_at`.
     """
     name, id_column = f"{side}s", f"{side}_id"
 
@@ -146,8 +146,8 @@ def with_only(tables: Tables, side: Side, text: str | None, of_all_dates: pa.Tab
 
 
 def write_entity(night: Night, side: Side) -> TriedEntity:
-    """Write about the only entity of a side as the worker of a night does, in a temporary folder."""
-    # torch and Ray, which take half a minute to load: an id that is not there is found before.
+    """Write the text of a side's only entity as the worker of a night does, in a temporary folder."""
+    # Imported late: torch and Ray take half a minute to load, and a wrong id is reported before.
     from laserbatch.jobs.stages.generate import plan_of_side
     from laserbatch.pipeline.budget.cost_cache import user_step_costs
     from laserbatch.pipeline.distributed.worker import ShardWorker
@@ -221,7 +221,7 @@ def print_tried(tried: TriedEntity, model_key: str) -> None:
         f"{percent(ratio(stats.num_accepted, stats.num_drafted))} of {counted(stats.num_drafted, 'draft token')} "
         "accepted"
     )
-    steps = steps if stats.num_steps else ""  # a server says neither its steps nor its drafts
+    steps = steps if stats.num_steps else ""  # a server reports neither steps nor drafts
     counts = f"{counted(stats.num_tokens, 'token')}{steps}; {rate(stats.tokens_per_s)} tokens/s"
     if stats.num_thought_tokens and tried.fields is not None:
         counts += f"; {counted(stats.num_thought_tokens, 'token')} of thoughts were cut"

@@ -1,1 +1,1 @@
-"""The report of a run: one self-contained HTML page, made from the manifest alone."""
+"""The report of a run: one self-contained HTML page, made only from the manifest."""

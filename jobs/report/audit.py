@@ -1,4 +1,4 @@
-"""The section that compares texts of the night with plain ones: figures, and the worst pairs with marked changes."""
+"""The section that compares texts of the night with plain texts: figures, and the worst pairs with marked changes."""
 
 import difflib
 import re
@@ -65,7 +65,7 @@ def _case(side: Side, case: AuditedText) -> SideBySide:
 
 
 def _marked(tonight: str, plain: str) -> tuple[list[tuple[str, bool]], list[tuple[str, bool]]]:
-    """Both texts in parts; a part that the other text lacks there is marked."""
+    """Split both texts into parts; a part that differs from the other text is marked."""
     words = PARTS.findall(tonight), PARTS.findall(plain)
     steps = difflib.SequenceMatcher(None, *words, autojunk=False).get_opcodes()
     return (

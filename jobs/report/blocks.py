@@ -1,6 +1,6 @@
-"""What a page is made of: sections of charts, tables, notes, samples, pairs of texts and folded ones.
+"""The building blocks of a page: sections of charts, tables, notes, sample texts, pairs of texts and folded texts.
 
-Plain values; the template decides how they look. Strings are data and are escaped there. Charts are bars of HTML, each
+Blocks are plain values; the template decides how they look and escapes their strings. Charts are bars of HTML, each
 with its share as text.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from laserbatch.jobs.formatting import percent
 from laserbatch.pipeline.storage.figures import SampleText
 
-TONIGHT, PLAIN = "#0b4f8a", "#b4bcc6"  # colour-blind safe: apart in lightness, or of Okabe and Ito's palette
+TONIGHT, PLAIN = "#0b4f8a", "#b4bcc6"  # safe for the colour-blind: they differ in lightness
 MIN_SHARE_NAMED = 0.09  # bars narrower than this share of the whole carry no label
 
 
@@ -25,7 +25,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Bar:
-    """A value as a bar, `width` of its row (0 to 1), and as text; `tooltip` adds the name of its series."""
+    """A value as a bar of `width` (0 to 1, the share of its row) and as text; `tooltip` also names its series."""
 
     width: float
     text: str
@@ -34,14 +34,14 @@ class Bar:
 
     @property
     def is_dark(self) -> bool:
-        """Whether text on it is to be light."""
+        """Whether the colour is so dark that text on it must be light."""
         red, green, blue = (int(self.colour[place : place + 2], 16) for place in (1, 3, 5))
         return 0.299 * red + 0.587 * green + 0.114 * blue < 140
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart of lying bars, those of a category behind each other; the caption says what is counted."""
+    """A chart of horizontal bars, one row per category; `measured` says what is counted."""
 
     title: str
     rows: Mapping[str, Sequence[Bar]]
@@ -52,7 +52,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text by column, the same columns in each; those in `words` are set to the left, numbers to the right."""
+    """Rows of text by column, with the same columns in each row; columns in `words` are left-aligned, others right."""
 
     title: str
     rows: Sequence[Mapping[str, str]]
@@ -63,7 +63,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Note:
-    """A plain sentence in place of what is not there."""
+    """A plain sentence in place of missing figures."""
 
     text: str
 
@@ -79,7 +79,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class SideBySide:
-    """Two texts side by side, by what they are; each as parts, of which some are marked."""
+    """Two texts next to each other, by label; each is a list of parts (text, whether it is marked)."""
 
     title: str
     facts: str
@@ -88,7 +88,7 @@ class SideBySide:
 
 @dataclass(frozen=True)
 class Folded:
-    """A text that opens on a click."""
+    """A text that is shown on a click."""
 
     title: str
     text: str
@@ -110,7 +110,7 @@ class Section:
 def stacked_shares(
     title: str, categories: Sequence[str], series: Sequence[Series], measured: str, caption: str = ""
 ) -> Figure:
-    """Bars of equal length, one a category, cut into each series' share of the category's whole."""
+    """Bars of equal length, one per category, divided by each series' share of the category's total."""
     rows = {}
     for place, category in enumerate(categories):
         whole = sum(part.values[place] or 0 for part in series) or 1

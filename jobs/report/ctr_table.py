@@ -1,6 +1,6 @@
 """The CTR comparison: what knowledge adds to each model, and whether the run's texts are as good as plain ones.
 
-Several ways of asking are laid beside each other with what their texts are, and what a million of them cost.
+Variants are compared by lift, the figures of their texts, and the cost of a million texts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,29 +13,29 @@ from laserbatch.jobs.report.audit import audit_row
 from laserbatch.jobs.report.blocks import Note, Section, Table
 from laserbatch.pipeline.storage.figures import CtrFigures, CtrScores, CtrVerdict
 
-VARIANTS = ("none", "plain")  # any other: the run's own knowledge, by its verifier
+VARIANTS = ("none", "plain")  # any other variant is the run's own knowledge, named after its verifier
 ALL_MODELS = "all"
 POWER_ENOUGH = 0.8
-WORDS = {"equivalent": "as good", "undecided": "?"}  # for verdicts that are no words of their own, or long ones
-THOUSANDTHS = 1000  # of AUC: lifts an hour are small
+WORDS = {"equivalent": "as good", "undecided": "?"}  # shorter or clearer words for verdicts
+THOUSANDTHS = 1000  # the lift per hour is small and is shown in thousandths of AUC
 
 
 @dataclass(frozen=True)
 class Gain:
-    """The gain of a model's mean AUC by knowledge; `is_shown` with several seeds, if it exceeds both spreads."""
+    """The gain in a model's mean AUC by knowledge; `is_shown` if, with several seeds, it exceeds the sum of both spreads."""
 
     auc: float
     is_shown: bool
 
 
 def ctr_rows(figures: CtrFigures) -> list[CtrScores]:
-    """The table's rows, model by model, without knowledge first."""
+    """The table's rows, model by model; the row without knowledge comes first."""
     models = list(dict.fromkeys(row.model for row in figures.rows))
     return sorted(figures.rows, key=lambda row: (models.index(row.model), (*VARIANTS, row.variant).index(row.variant)))
 
 
 def gain_of(rows: Sequence[CtrScores], row: CtrScores) -> Gain | None:
-    """The gain of a variant over its model without knowledge; None if either AUC is missing."""
+    """The gain of a variant over the same model without knowledge; None if either AUC is missing."""
     none = next((other for other in rows if (other.model, other.variant) == (row.model, "none")), None)
     if none is None or none is row or none.auc is None or row.auc is None:
         return None
@@ -73,7 +73,7 @@ def ctr_lead(figures: CtrFigures) -> str:
 
 
 def ctr_table(figures: CtrFigures) -> Table:
-    """Every model with every variant of knowledge, against none and against plain texts; for pages and terminals."""
+    """A table for pages and terminals: each model and variant, compared with no knowledge and with plain texts."""
     scores, compared = ctr_rows(figures), figures.equivalence
     rows = []
     for score in scores:
@@ -113,7 +113,7 @@ def _how_judged(compared: Mapping[str, CtrVerdict]) -> str:
 
 
 def _power(judged: CtrVerdict) -> str:
-    """The power of this comparison, and the size of one that would be enough."""
+    """The power of this comparison, and the number of seeds or test rows that would give enough power."""
     if judged.power is None:
         return "One seed has no interval: train with more (ctr.num_seeds)."
     sentence = f"Texts that are equal would have been called as good in {percent(judged.power)} of such comparisons"
@@ -141,7 +141,7 @@ def _against_plain(verdict: CtrVerdict | None) -> dict[str, str]:
 
 
 def variant_table(comparison: Mapping[str, Any]) -> Table:
-    """A row a variant of what `compare_variants` tells, in its order; cells of several lines."""
+    """A table of the result of `compare_variants`, one row per variant, in its order; cells may have several lines."""
     variants, rows = comparison["variants"], []
     for variant in variants:
         per_hour = variant["lift_per_hour"]
@@ -161,7 +161,7 @@ def variant_table(comparison: Mapping[str, Any]) -> Table:
 
 
 def audit_table(variants: Sequence[Mapping[str, Any]]) -> Table | None:
-    """Texts of each variant beside plain ones of the same prompts; None where none were compared."""
+    """A table that compares each variant's texts with plain texts of the same prompts; None if none were compared."""
     rows = [
         {"Variant": variant["variant"], "Side": side} | audit_row(figures, digits=0)
         for variant in variants
@@ -172,7 +172,7 @@ def audit_table(variants: Sequence[Mapping[str, Any]]) -> Table | None:
 
 
 def between_line(comparison: Mapping[str, Any]) -> str | None:
-    """Whether the first is better than the others, in a sentence; None of one alone."""
+    """A sentence that compares the first variant with the others; None if there are no others."""
     first = comparison["variants"][0]["variant"]
     against = [verdict for verdict in comparison["between"] if verdict["variant"] == first]
     parts = [f"{verdict['over']} {_verdict(verdict, ' ').replace('?', 'undecided')}" for verdict in against]

@@ -1,4 +1,4 @@
-"""From a manifest to one self-contained HTML file. Reads nothing else: no run folder, no network, no clock."""
+"""Renders a manifest as one self-contained HTML file. Reads nothing else: no run folder, no network, no clock."""
 
 import statistics
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ strong = Markup("<strong>{}</strong>").format
 
 @dataclass(frozen=True)
 class KeyFigure:
-    """One of the numbers at the top, and what it compares to."""
+    """One of the numbers at the top of the page, with the values that it is compared with."""
 
     label: str
     value: str
@@ -39,14 +39,14 @@ class KeyFigure:
 
 
 def write_report(manifest: RunManifest, out_path: Path) -> None:
-    """Write or replace the report of a run, finished or failed; sections whose data it lacks say so in a sentence."""
+    """Write or replace the report of a run, finished or failed; a section without data says so in a sentence."""
     write_text(render_page(manifest), out_path)
 
 
 def render_page(manifest: RunManifest) -> str:
     """The report as one self-contained HTML text."""
     sides = sides_of(manifest)
-    was_stopped = manifest.status == "failed" and not sides  # nothing was counted: there is only why to say
+    was_stopped = manifest.status == "failed" and not sides  # no figures, only the reason
     return render(
         manifest,
         f"Night of {manifest.date.day} {manifest.date:%B %Y}",
@@ -65,11 +65,11 @@ def render(
     sections: list[Section],
     warnings: list[str] | None = None,
 ) -> str:
-    """A page of a run under its headline."""
+    """Render a page of a run."""
     sides = sides_of(manifest)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER),
-        autoescape=True,  # by default only for names that end in .html
+        autoescape=True,  # the default depends on the file's suffix
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -129,7 +129,7 @@ def headline(manifest: RunManifest, sides: list[SideReport]) -> Markup:
 
 
 def _factors(sides: list[SideReport]) -> list[str]:
-    """The speed-up of tonight over plain decoding and the previous night."""
+    """Tonight's speed-ups over plain decoding and over the previous night, as text."""
     factors = [(speed_up(sides, "plain"), "plain"), (speed_up(sides, "previous_night"), "the previous night")]
     return [f"{times(factor)} {name}" for factor, name in factors if factor is not None]
 
@@ -155,7 +155,7 @@ def _judgement(manifest: RunManifest, sides: list[SideReport]) -> str:
 
 
 def key_figures(manifest: RunManifest, sides: list[SideReport]) -> list[KeyFigure]:
-    """Four numbers with what they compare to."""
+    """The four numbers at the top, with the values that they are compared with."""
     tonight, before, plain = (
         total(getattr(side, name) for side in sides) for name in ("tonight", "previous_night", "plain")
     )

@@ -1,4 +1,4 @@
-"""The sides of a night as the sections read them: counts, the passes they are compared with, and warnings."""
+"""The sides of a night as the report's sections read them: counts, the passes to compare with, and warnings."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.stats import DecodingStats
 
 SIDE_LABELS: dict[Side, str] = {"user": "Users", "item": "Items"}
-MIN_TEXTS_COMPARED = 8  # of each of two passes whose speed is compared
-MAX_SHARE_CUT = 0.05  # the report warns where a larger share of texts ended at the token limit
+MIN_TEXTS_COMPARED = 8  # a speed-up needs this many texts of both passes
+MAX_SHARE_CUT = 0.05  # the report warns if a larger share of texts ended at the token limit
 
 
 @dataclass(frozen=True)
 class SideReport:
-    """One side of a manifest, and the passes that wrote a text.
+    """One side of a manifest, and the statistics of each pass; None for a pass that wrote no text.
 
-    `plain` counts the entities that were written about tonight, where these were counted apart: prompts of entities
-    that are carried over differ in length.
+    `plain` covers only entities that were written tonight, if they were counted separately: prompts of entities that
+    are carried over differ in length.
     """
 
     name: Side
@@ -49,15 +49,15 @@ def sides_of(manifest: RunManifest) -> list[SideReport]:
 
 
 def total(parts: Iterable[DecodingStats | None]) -> DecodingStats | None:
-    """The sum of several passes; None where there is none."""
+    """The sum of several passes; None if all are None."""
     present = [part for part in parts if part is not None]
     return DecodingStats.total(present) if present else None
 
 
 def speed_up(sides: list[SideReport], over: str) -> float | None:
-    """Tonight's tokens per second over those of "plain" or "previous_night", on the sides that both wrote.
+    """Tonight's tokens per second divided by those of "plain" or "previous_night", on the sides that both wrote.
 
-    None where either wrote fewer than MIN_TEXTS_COMPARED texts, which say nothing of speed.
+    None if either wrote fewer than MIN_TEXTS_COMPARED texts, too few to measure speed.
     """
     both = [side for side in sides if side.tonight and getattr(side, over)]
     mine, other = total(side.tonight for side in both), total(getattr(side, over) for side in both)

@@ -1,4 +1,4 @@
-"""How fast, against the previous night, plain decoding and the forecast of the budget."""
+"""The section about speed, compared with the previous night, plain decoding and the forecast of the budget."""
 
 from laserbatch.jobs.formatting import MISSING, count, counted, decimal, percent, rate, ratio, seconds, times
 from laserbatch.jobs.report.blocks import Block, Note, Section, Table
@@ -70,7 +70,7 @@ def _pass_row(side: SideReport, name: str, stats: DecodingStats, is_compared: bo
 
 
 def _forecast(sides: list[SideReport]) -> Table:
-    """The budgets and why they were chosen, with the forecasts beside the measured values."""
+    """A table of the budgets and why they were chosen, with measured values and forecasts."""
     rows = []
     for side in sides:
         stats, budget = side.figures.stats, side.figures.budget

@@ -48,7 +48,7 @@ def work_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
     else:
         blocks.append(Note("No stage was timed."))
     generation = manifest.generation
-    if generation.endpoint is not None:  # its one worker waits, which costs nothing
+    if generation.endpoint is not None:  # the only worker waits for the server, so its hours cost nothing
         blocks.append(_endpoint(generation.endpoint, generation.external_corpus))
     elif generation.workers is not None and manifest.stages and busy:
         blocks.append(_cost(generation.workers, manifest.stages, busy))
@@ -98,7 +98,7 @@ def gates_section(manifest: RunManifest) -> Section:
 
 
 def _cost(workers: WorkerFigures, stages: Mapping[str, float], sides: list[SideReport]) -> Table:
-    """Worker-hours, and money if there is a price, for the night, a million entities and a million written ones."""
+    """Worker-hours, and money if there is a price, of the night, per million entities and per million written texts."""
     hours = workers.num_billed * sum(stages.get(name, 0.0) for name in WRITING) / 3600
     price = workers.price_per_hour
     money = None if price is None else price * sum(stages.values()) / 3600
@@ -147,7 +147,7 @@ def samples_section(sides: list[SideReport]) -> Section:
 
 def _sample(side: SideReport, sample: SampleText) -> Sample:
     facts = [f"pool group {sample.group}" if sample.group else "no pool group"]
-    if sample.tokens_per_step:  # a server does not say its steps
+    if sample.tokens_per_step:  # a server does not report steps
         drafted = sum(len(span.text) for span in sample.spans if span.source != "target")
         facts.append(f"{decimal(sample.tokens_per_step)} tokens per step")
         facts.append(f"{percent(ratio(drafted, len(sample.text)))} of its characters drafted")

@@ -1,1 +1,1 @@
-"""A night: the opened run, its stages in order, publication."""
+"""The stages of a night: opening its run, each stage in order, publication."""

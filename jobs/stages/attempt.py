@@ -29,12 +29,12 @@ from laserbatch.pipeline.storage.workspace import Workspace
 
 @dataclass(frozen=True)
 class Attempt:
-    """The newest run of a date and some settings, or the edition after it."""
+    """The run that a command works on: the newest one of a date and settings, or its next edition."""
 
     run: RunFolder
     edition: int
     manifest: RunManifest | None  # None: the run has not begun
-    changed: tuple[str, ...] = ()  # inputs whose content for the date differs from that at the start of the run
+    changed: tuple[str, ...] = ()  # names of the inputs that changed since the run was started
 
     @property
     def is_done(self) -> bool:
@@ -50,11 +50,11 @@ def newest_attempt(
     force: bool = False,
     redo: bool = False,
 ) -> Attempt:
-    """The newest run of a date and of the settings that name it, finished or not, or another edition of it.
+    """Find the newest run of a date and of settings with `identity`, finished or not, or begin its next edition.
 
-    Files of a finished run never change: `force` starts another edition, and so does `redo` if inputs have changed. A
-    run that was built on a run that was rolled back since gets another edition too.
-    Raises WorkspaceError where an unfinished run was started from other inputs.
+    Files of a finished run never change: `force` begins another edition, and so does `redo` if inputs have changed. A
+    run that was built on a run that was since rolled back gets another edition too.
+    Raises WorkspaceError if an unfinished run was started from other inputs.
     """
     edition = newest_edition(workspace, date, identity)
     run = workspace.run(make_run_id(date, identity, edition))
@@ -79,7 +79,7 @@ def newest_attempt(
 
 
 def newest_edition(workspace: Workspace, date: datetime.date, identity: Mapping[str, Any]) -> int:
-    """The edition of the newest run of a date and of the settings that name it; 1 if there is none."""
+    """The highest edition among the runs of a date and of settings with `identity`; 1 if there is no run."""
     first = make_run_id(date, identity)
     tails = [run.run_id.removeprefix(f"{first}-") for run in workspace.runs() if run.run_id.startswith(f"{first}-")]
     return max((int(tail) for tail in tails if tail.isdecimal()), default=1)
@@ -112,7 +112,7 @@ def new_manifest(
 
 @contextmanager
 def recorded(manifest: RunManifest) -> Iterator[None]:
-    """Record the events of the block in the run; an error of the block gets the places as `recorded_in`."""
+    """Record the events of the block in the run; an error gets the paths of the record as `recorded_in`."""
     run = RunFolder(manifest.path.parent)
     with traced(run.events_path), event_log(run.events_path):
         emit(
@@ -138,11 +138,11 @@ def recorded(manifest: RunManifest) -> Iterator[None]:
 
 @contextmanager
 def stage(manifest: RunManifest, name: str) -> Iterator[None]:
-    """Time a stage into the manifest, which is saved when it ends well; what it has freed goes back to the kernel."""
+    """Add a stage's time to the manifest and save it, if the stage succeeds; return freed memory to the kernel."""
     start_s = time.perf_counter()
     emit("stage_begin", stage=name)
     yield
-    # What Arrow and the C library have free; where the C library cannot give it back, only Arrow's.
+    # Arrow's free memory, and the C library's if it has malloc_trim.
     pa.default_memory_pool().release_unused()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)

@@ -1,8 +1,7 @@
 """The stage that compares texts of the night with plainly decoded texts of the same prompts.
 
-A sample of the texts that were written tonight is decoded plainly too, unless the night does so with all of them. The
-size of the sample bounds the cost. The plain texts are deleted after the comparison; the manifest keeps figures and the
-worst few pairs.
+A sample of tonight's texts is decoded plainly too, unless the night decodes all of them plainly. The size of the sample
+bounds the cost. The plain texts are deleted after the comparison; the manifest keeps figures and the worst few pairs.
 """
 
 import hashlib
@@ -56,7 +55,7 @@ def generate_audited(night: Night, workers: NightWorkers) -> None:
 
 
 def audit_texts(night: Night, load_encoder: "Callable[[], TextEncoder]") -> AuditFigures:
-    """Compare the sampled texts with plain ones; both are encoded here, as features are."""
+    """Compare the sampled texts with plain ones; both are encoded here, by the encoder of features."""
     reason = _why_not(night)
     samples = {} if reason else _samples(night)
     encoder = cache(load_encoder)
@@ -69,7 +68,7 @@ def audit_texts(night: Night, load_encoder: "Callable[[], TextEncoder]") -> Audi
 
 
 def remove_audited_texts(night: Night) -> None:
-    """Remove `audit/` of the run; the manifest has its figures."""
+    """Remove `audit/` of the run; the manifest keeps the figures of the comparison."""
     if _audit_folder(night).root.is_dir():
         remove_folder(_audit_folder(night).root)
 
@@ -89,14 +88,14 @@ def _audit_folder(night: Night) -> RunFolder:
 
 @dataclass(frozen=True)
 class _Sample:
-    """Texts of a side that were written tonight, and the rows of the plan of the same entities, in one order."""
+    """Texts of a side that were written tonight, and the plan's rows of the same entities, in the same order."""
 
     texts: pa.Table  # `COLUMNS`
     planned: pa.Table
 
 
 def _sample_sizes(night: Night) -> dict[Side, int]:
-    """Number of texts to compare on each side that has enough of tonight's."""
+    """The number of texts to compare on each side; sides with too few texts of tonight are left out."""
     settings = night.settings.night
     share, fewest = (1, 1) if settings.compare_with_plain else (MIN_TEXTS_PER_AUDITED, MIN_PAIRS)
     return {
@@ -107,7 +106,7 @@ def _sample_sizes(night: Night) -> dict[Side, int]:
 
 
 def _samples(night: Night) -> dict[Side, _Sample]:
-    """Texts spread evenly over the shards of each side, the same in every attempt."""
+    """Sample texts evenly from the shards of each side; every attempt samples the same texts."""
     samples = {}
     for side, size in _sample_sizes(night).items():
         figures = night.manifest.generation.sides[side]
@@ -132,24 +131,24 @@ def _rows_of(table: pa.Table, ids: pa.ChunkedArray) -> pa.Table:
 
 @dataclass(frozen=True)
 class _Measured:
-    """Measures of texts, in their order."""
+    """Measures of texts, one value per text in each array."""
 
     num_tokens: np.ndarray
     repetition: np.ndarray
-    fields: np.ndarray  # shares of those that the template asks for
-    names: list[set[str]]  # those that `_unfounded` returns
+    fields: np.ndarray  # the share of the template's fields that the text has
+    names: list[set[str]]  # names without a source, from `_unfounded`
 
     @classmethod
     def of(cls, texts: pa.Table, names: list[set[str]], num_fields: int) -> "_Measured":
         lengths = pc.list_value_length(texts["token_ids"]).to_numpy()
         num_present = [len(json.loads(fields)) for fields in texts["fields_json"].to_pylist()]
-        # A free text counts as its one field.
+        # A template without fields has one, the free text itself.
         fields = np.minimum(np.array(num_present, np.float64) / max(num_fields, 1), 1)
         return cls(lengths, repeated_shares(texts["token_ids"]), fields, names)
 
 
 def _audit(night: Night, side: Side, sample: _Sample, load_encoder: "Callable[[], TextEncoder]") -> SideAudit | None:
-    """The comparison of a side; None if no sampled text has a plain one, since plain decoding may have failed."""
+    """Compare a side's texts; None if no sampled text has a plain counterpart, since plain decoding may fail."""
     folder = night.run.plain if night.settings.night.compare_with_plain else _audit_folder(night)
     ids, parts = sample.texts["entity_id"].combine_chunks(), [sample.texts[:0]]
     for batch in folder.iter_knowledge(side, [*COLUMNS, "is_stale"]):
@@ -198,7 +197,7 @@ def _audit(night: Night, side: Side, sample: _Sample, load_encoder: "Callable[[]
 def _unfounded(night: Night, side: Side, planned: pa.Table, texts: list[list[str]]) -> list[list[set[str]]]:
     """The names in each text that occur neither in its prompt nor in the table of items.
 
-    `planned` has the rows that both lists of `texts` answer, in their order.
+    `planned` has the planned row of each text; both lists of `texts` have its order.
     """
     rendered = [night.render(side, shown_of_row(row)) for row in planned.drop_columns(["previous_ids"]).to_pylist()]
     prompts = [pa.array([night.tokenizer.decode(prompt.token_ids.tolist())]) for prompt in rendered]
@@ -210,7 +209,7 @@ def _unfounded(night: Night, side: Side, planned: pa.Table, texts: list[list[str
 
 
 def _mean(drafted: np.ndarray, plain: np.ndarray, worse: int = 1) -> AuditedMean:
-    """Means, and the excess of `drafted` (its shortfall if `worse` is -1) beyond two standard errors."""
+    """Both means, and the excess of `drafted` (its shortfall if `worse` is -1) beyond two standard errors."""
     added = worse * (drafted - plain)
     error = added.std(ddof=1) / math.sqrt(len(added)) if len(added) > 1 else math.inf
     return AuditedMean(float(drafted.mean()), float(plain.mean()), float(max(added.mean() - 2 * error, 0)))

@@ -1,4 +1,4 @@
-"""A run's draft budgets, chosen once before its first text and saved for later attempts."""
+"""Chooses a run's draft budgets once, before its first text, and saves them for later attempts."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -18,11 +18,11 @@ from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.step_cost import StepCost
 
-NUM_SAMPLED_SHARDS = 8  # read to see how many entities have a previous text
+NUM_SAMPLED_SHARDS = 8  # shards that are read to estimate the share of entities with a previous text
 
 
 def last_speed(night: Night, sides: Iterable[Side]) -> float | None:
-    """Tokens a second of the newest earlier night that wrote texts of `sides`; None if there is none."""
+    """Tokens per second of the newest earlier night that wrote texts of `sides`; None without such a night."""
     for run in reversed(earlier_runs(night.workspace, night.run.run_id)):
         if (manifest := unless_damaged(run.load_manifest)) is not None:
             written = manifest.generation.sides
@@ -33,9 +33,9 @@ def last_speed(night: Night, sides: Iterable[Side]) -> float | None:
 
 
 def night_budgets(night: Night, shards: Iterable[Shard], measure: Callable[[], StepCost]) -> dict[Side, Budget]:
-    """The draft budget of each side: that of the manifest, else chosen and saved there.
+    """The draft budget of each side, read from the manifest; if it has none, chosen and saved there.
 
-    `measure` has a worker measure the step cost; it is called only if a budget has to be chosen.
+    `measure` lets a worker measure the step cost; it is called only if a budget has to be chosen.
     """
     if not night.manifest.generation.budgets:
         shards = list(shards)
@@ -57,13 +57,13 @@ def night_budgets(night: Night, shards: Iterable[Shard], measure: Callable[[], S
 
 
 def at_usual_context(step_cost: StepCost, run: RunFolder | None, side: Side) -> StepCost:
-    """The cost of steps of texts as long as those of a run's side, prompts included; as measured where it has none."""
+    """The step cost at a context of a side's mean prompt and half its mean text in a run; unchanged without texts."""
     prompt, text = means(run, side, ("num_prompt_tokens", "num_tokens")) if run is not None else (None, None)
     return step_cost if prompt is None or text is None else step_cost.at_context(prompt + text / 2)
 
 
 def known_step_cost(workspace: Workspace, decoding: DecodingSettings) -> StepCost | None:
-    """The configured step cost, or the newest measured in a workspace; None if there is none."""
+    """The configured step cost, or the newest one that was measured in a workspace; None if there is none."""
     if decoding.step_cost is not None:
         return read_step_cost(Path(decoding.step_cost))
     measured = sorted(workspace.step_costs_folder.glob("*.json"), key=lambda path: path.stat().st_mtime)

@@ -1,13 +1,13 @@
-"""Pools for the next night, from a run's knowledge: routers fitted, indexes built, one version published.
+"""Builds pools for the next night from a run's knowledge: fits routers, builds indexes, publishes one version.
 
 All texts of the run go in, carried-over ones too, so a version has the newest text of every entity. Texts that the
-current version has already are merged, not sorted again; the files are the same. Only tables as of the run's date are
-read.
+current version has already are merged, not sorted again; the resulting files are the same. Only tables as of the run's
+date are read.
 
-Routers of last night are reused while little has changed, and all its files if nothing has. A reused router knows the
-entities of its fit; later ones get the groups of their attributes.
+Last night's routers are reused if little has changed, and all its files if nothing has. A reused router knows the
+entities that it was fitted on; later entities get the groups of their attributes.
 
-The pools of many texts are built by a task of the night's Ray cluster, so that their memory is that of a worker's
+If there are many texts, a task of the night's Ray cluster builds the pools and so uses the memory of a worker's
 machine. The task reads the run and the tables from their files, and compares the tables with those of the night.
 """
 
@@ -57,11 +57,11 @@ if TYPE_CHECKING:
 SCRATCH_NAME = "scratch"
 FIT_NAME = "fit.json"
 MAX_SHARE_DRIFTED = 0.05  # of the rows that routers were fitted on, and of the entities that have groups
-MIN_TEXTS_OF_TASK = 200_000  # pools of fewer are built here sooner than a task has read the tables
+MIN_TEXTS_OF_TASK = 200_000  # with fewer texts, building here takes less time than a task takes to read the tables
 
 
 def build_pools(night: Night, make_current: bool = True, anew: bool = False) -> dict[Side, PoolBuilt]:
-    """Build and publish the pools of a run, and return them by side. The arguments are those of `prepare_pools`."""
+    """Build and publish the pools of a run, and return them by side. `prepare_pools` describes the arguments."""
     return prepare_pools(night, make_current, anew)()
 
 
@@ -71,14 +71,14 @@ def prepare_pools(
     anew: bool = False,
     start_cluster: "Callable[[], WorkerLayout] | None" = None,
 ) -> Callable[[], dict[Side, PoolBuilt]]:
-    """A function that builds and publishes the pools of a run, for the next run if `make_current`, and returns them.
+    """Return a function that builds, publishes and returns a run's pools; the next run uses them if `make_current`.
 
     The routers of the version that the run drafted from are reused if `reused_routers` returns them, and its files if
-    nothing at all has changed; neither with `anew`. Routers are fitted here: their last bits depend on the number of
-    threads of libraries, which other code may limit while the pools are built in a thread of their own.
+    nothing at all has changed; neither with `anew`. Routers are fitted here, in the calling thread: their last bits
+    depend on the number of threads of libraries, which other code may limit while another thread builds the pools.
 
-    `start_cluster` is called where there are so many texts that a task of a cluster builds the pools, which begins at
-    once; None: no task does.
+    With many texts, `start_cluster` is called and a task of that cluster begins to build the pools at once. If it is
+    None, this process builds them.
     """
     drafted_from = None if anew else night.manifest.generation.pools.version
     if drafted_from is not None and (before := unchanged_pools(night, drafted_from)):
@@ -100,10 +100,10 @@ def prepare_pools(
 
 
 def _built_by_task(night: Night, make_current: bool, layout: "WorkerLayout") -> Callable[[], dict[Side, PoolBuilt]]:
-    """Start the task that builds the pools of a run; returns a function that waits for it, and says what it said.
+    """Start a task that builds a run's pools; return a function that waits for it and prints the lines it printed.
 
-    Where the task's machine does not see what the night has seen, or the tables have changed, they are built here.
-    Where there is room for one task alone it has ended: others would wait for it in silence.
+    If the task's machine does not see the run's files, or the tables have changed, this process builds the pools. If
+    the cluster has room for only one task, wait for it here: other tasks would wait for it without a message.
     """
     from laserbatch.pipeline.distributed.tasks import result_of, start_task, wait_for
 
@@ -142,9 +142,9 @@ def _build_in_task(
     files: Sequence[Path],
     make_current: bool,
 ) -> tuple[dict[Side, PoolBuilt], list[str]]:
-    """The task: the pools, and the lines that were said meanwhile. Raises as `build_pools` does.
+    """Build the pools in a task; return them and the lines that were printed meanwhile.
 
-    TableError: the tables are no longer those that the night has read; ConfigError: some `files` are not seen here.
+    Raises TableError if the tables changed since the night read them, ConfigError if a file of `files` is not visible.
     """
     from laserbatch.pipeline.distributed.tasks import require_visible
 
@@ -157,7 +157,7 @@ def _build_in_task(
 
 
 def describe_fit(night: Night) -> dict[str, Any]:
-    """The inputs of routers that are fitted now: numbers of rows, which may drift, and values that must not differ."""
+    """Describe the inputs of a router fit: numbers of rows, which may drift, and values that must not change."""
     tables, routing = night.tables, RoutingSettings.of(night.settings.routing)
     num_rows = {name: getattr(tables, name).num_rows for name in TABLE_NAMES}
     return {
@@ -172,10 +172,10 @@ def describe_fit(night: Night) -> dict[str, Any]:
 
 
 def reused_routers(night: Night, version: str, now: dict[str, Any]) -> tuple[dict[str, Router], dict[str, Any]] | None:
-    """The routers of a version and the inputs of their fit; None if they must be fitted again.
+    """The routers of a version and the inputs of their fit; None if routers must be fitted again.
 
-    They must if settings, columns or embeddings differ, if more than `MAX_SHARE_DRIFTED` of the rows of a table were
-    added or removed since the fit, or if that share of the entities with a collaborative group is gone.
+    This is so if settings, columns or embeddings differ, if the number of rows of a table changed by more than
+    `MAX_SHARE_DRIFTED` since the fit, or if more than that share of the entities with a collaborative group is gone.
     """
     try:
         folder = night.pools.folder(version) / "router"
@@ -199,10 +199,10 @@ def _knows(router: Router, entities: pa.Table) -> bool:
 
 
 def unchanged_pools(night: Night, version: str) -> dict[Side, PoolBuilt]:
-    """The pools of a version if tonight's would be the same, file by file; empty if they may differ.
+    """The pools of a version if tonight's pools would have the same files; empty if they may differ.
 
-    They are the same if the version is of the run before, with the same settings and tables, and all of its texts are
-    carried over.
+    The files are the same if the version belongs to the run before, settings and tables are the same, and tonight
+    carries over all of that run's texts.
     """
     previous = night.previous
     if previous is None or previous.run_id != version or previous.settings_hash != night.run.settings_hash:
@@ -258,7 +258,7 @@ def _build_pools(
 
 
 def collect_pools(store: PoolStore, keep: int, in_use: Collection[str], dry_run: bool = False) -> GcResult:
-    """Remove the pools that `PoolStore.collect` may, under the workspace's lock; with `dry_run` only print them."""
+    """Remove the pools that `PoolStore.collect` selects, under the workspace's lock; with `dry_run` only print them."""
     collected = store.collect(keep, in_use, dry_run)
     megabytes = f"{collected.num_bytes / 1e6:,.1f} MB"
     if collected.versions or collected.num_leftovers:
@@ -298,7 +298,7 @@ def _build(night: Night, side: Side, version: str, run_texts: RunTexts, router: 
 
 
 def _previous_pool(night: Night, side: Side, hash_of_tokenizer: str) -> Pool | None:
-    """The current version's pool if tonight's can be merged from it, which only saves time."""
+    """The current version's pool if tonight's pool can be merged from it, which only saves time; otherwise None."""
     try:
         current = night.pools.current_version()
         return None if current is None else night.pools.open(current, side, hash_of_tokenizer, verify=True)

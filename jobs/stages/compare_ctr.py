@@ -1,4 +1,4 @@
-"""The stage that says what a run's features are worth: CTR models without and with them, judged on what came after."""
+"""The stage that measures a run's features: CTR models with and without them, judged on later interactions."""
 
 import datetime
 import json
@@ -44,11 +44,11 @@ MAX_RUNS_TRIED = 8  # at most this many runs, newest first, are searched for one
 
 
 def compare_night(night: "Night", cluster: "WorkerLayout | None" = None) -> CtrFigures:
-    """The comparison of a night, or why there is none: whatever it fails with, it does not stop the night.
+    """The CTR comparison of a night, or the reason why it was skipped; a failure does not stop the night.
 
-    It is made in a process of its own, which the kernel may kill where memory runs short; by a task of `cluster`, the
-    one that this process has joined, if there is one. Where nothing follows the date yet, as on the night itself, the
-    newest earlier run of the same settings that can be judged stands for it.
+    A child process makes the comparison, so that the kernel can kill it alone if memory runs short; if this process has
+    joined a `cluster`, a task of that cluster starts the child. If no interactions follow the date yet, as on the night
+    itself, the newest earlier run of the same settings that can be judged is compared instead.
     """
     if not night.settings.night.train_ctr:
         return CtrFigures(skipped="night.train_ctr is false")
@@ -67,14 +67,14 @@ def compare_night(night: "Night", cluster: "WorkerLayout | None" = None) -> CtrF
         "run_ids": [run.run_id for run in [of_night, *stand_ins][:MAX_RUNS_TRIED]],
         "tables": path if is_uri(path) else str(Path(path).resolve()),
         "keep_duplicates": night.settings.tables.keep_duplicates,
-        "copy": None if copy is None else str(copy),  # of tables at a URI: the night has brought them already
+        "copy": None if copy is None else str(copy),  # the night's local copy of tables at a URI
         "verifier": night.settings.decoding.verifier,
         "settings": night.settings.ctr.model_dump(mode="json"),
     }
     if cluster is None or copy is not None:
         output = _compare(json.dumps(request))
     else:
-        from laserbatch.pipeline.distributed.tasks import result_of, start_task  # with Ray: the child needs none
+        from laserbatch.pipeline.distributed.tasks import result_of, start_task  # loads Ray; the child does not
 
         say("the CTR comparison runs as a task of the cluster")
         try:
@@ -88,7 +88,7 @@ def compare_night(night: "Night", cluster: "WorkerLayout | None" = None) -> CtrF
 
 
 def _compare(request: str) -> str:
-    """The figures that a process of its own finds, as JSON."""
+    """Run the comparison in a child process; return its figures as JSON."""
     # The process ends itself when its standard input does, so that it never outlives a killed night.
     with Popen(CHILD, stdin=PIPE, stdout=PIPE, text=True) as child:
         with suppress(BrokenPipeError):
@@ -116,10 +116,10 @@ def judge_first(
     settings: CtrSettings,
     keep_duplicates: bool = False,
 ) -> CtrFigures:
-    """The comparison of the first of some runs, or of the next one that can be judged; or why there is none."""
+    """Compare the first of some runs that can be judged; the result says why if none can."""
     reasons, night_date = [], RunFolder(Path(run_ids[0])).date
     try:
-        tables = open_tables(tables_path, keep_duplicates)  # models are judged on what came after the date
+        tables = open_tables(tables_path, keep_duplicates)  # with interactions after the date, to judge models on
         for run in map(workspace.run, run_ids):
             date = datetime.date.fromisoformat(run.date)
             if (manifest := unless_damaged(run.load_manifest)) is not None:
@@ -136,7 +136,7 @@ def judge_first(
             return replace(figures, judged_run_id=run.run_id, judged_age_days=age.days)
     except LaserbatchError as error:
         reasons = [str(error)]
-    except Exception as error:  # out of memory, or our own fault: what was generated is as good as before
+    except Exception as error:  # out of memory, or our own fault: the texts are not affected
         logger.exception("the CTR comparison failed")
         reasons = [f"the comparison failed: {type(error).__name__}: {error}"]
     return CtrFigures(skipped=reasons[0])
@@ -150,11 +150,11 @@ def compare_ctr(
     settings: CtrSettings,
     history: Sequence[RunFolder] = (),
 ) -> CtrFigures:
-    """Compare CTR models without knowledge, with plainly decoded knowledge where the run has it, and with the run's.
+    """Compare CTR models without knowledge, with the run's own, and, if the run has it, with plainly decoded knowledge.
 
-    `tables` have what came after the run's date; `verifier` is the name of the run's own texts beside plain ones;
-    `history` are the runs, this one the last, whose features training rows see where `ctr.history` is asof.
-    Raises CtrError where there are no features, or as `train_ctr` does.
+    `tables` include interactions after the run's date; `verifier` names the variant with the run's own texts;
+    `history` are the runs up to this one, whose features training rows see if `ctr.history` is asof.
+    Raises CtrError if there are no features, and the errors of `train_ctr`.
     """
     from laserbatch.ctr.compare import CtrRow, train_ctr  # with torch and scikit-learn, which take seconds to load
 
@@ -174,20 +174,20 @@ def compare_ctr(
 
 
 def run_variants(run: RunFolder, verifier: str) -> dict[str, FeatureSet | None]:
-    """The variants of knowledge that a run can compare: none, plain (where it was decoded), and its own."""
+    """The feature sets that a run can compare, by name: none, plain (if it was decoded), and the run's own."""
     folders = {"plain": run.plain.features_path("user").parent, verifier: run.features_path("user").parent}
     sets = {name: read_feature_set(folder) for name, folder in folders.items() if name != "plain" or folder.is_dir()}
     return {"none": None, **sets}
 
 
 def _answer() -> None:
-    """The child process of `compare_night`: reads a line of JSON, and prints one."""
+    """The child process of `compare_night`: read a request as a line of JSON, and print the figures as another."""
     with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # rather this process than the night
+        Path("/proc/self/oom_score_adj").write_text("1000")  # the kernel kills this process before the night
     request = json.loads(sys.stdin.readline())
 
     def end(exit_code: int) -> None:
-        remove_copies()  # os._exit runs no clean-up, and they hold users and their interactions
+        remove_copies()  # os._exit runs no clean-up, and the copies hold users' interactions
         os._exit(exit_code)
 
     threading.Thread(target=lambda: (sys.stdin.read(), end(1)), daemon=True).start()
@@ -199,7 +199,7 @@ def _answer() -> None:
             workspace, request["run_ids"], request["tables"], request["verifier"], settings, request["keep_duplicates"]
         )
     print(FIGURES.dump_json(figures).decode(), flush=True)
-    end(0)  # the thread still reads
+    end(0)  # the thread that reads standard input would block a normal exit
 
 
 if __name__ == "__main__":

@@ -31,20 +31,20 @@ def encode_run(
     fields: Mapping[Side, Sequence[str]] | None = None,
     start_cluster: Callable[[], WorkerLayout] | None = None,
 ) -> dict[Side, FeatureFigures]:
-    """Encode `knowledge/<side>/*.parquet` of a run into `features/<side>/*.parquet` and their centroids, atomically.
+    """Encode `knowledge/<side>/*.parquet` of a run into `features/<side>/*.parquet` and centroids, atomically.
 
-    Doing it again writes the same bytes; a side without a text has a file without a row. Raises ModelError where the
-    encoder is missing or not the expected one, WorkspaceError where the run has no texts at all.
+    A repeated call writes the same bytes; a side without a text gets a file without rows. Raises ModelError if the
+    encoder is missing or not the expected one, WorkspaceError if the run has no files of texts.
 
     Parameters
     ----------
     run_dir : folder of a run, or its `plain` folder.
-    previous : a finished run whose codebook, and vectors of texts that were carried over from it, are taken over where
-        the encoder is the same.
-    codes_of : the run whose plain texts these are: they get the codes of its codebook.
+    previous : a finished run; its codebook, and its vectors of texts that were carried over, are reused if the encoder
+        is the same.
+    codes_of : the run whose plain texts are encoded: their codes come from its codebook.
     fields : by side, the parts of answers that are encoded; None: whole texts.
-    start_cluster : called where there are so many texts that tasks of a cluster encode them, in `settings.dtype`, which
-        is not `auto` then; None: they never do.
+    start_cluster : called if there are enough texts for tasks of a cluster to encode them, in `settings.dtype`, which
+        must then not be `auto`; None: this process encodes them.
     """
     folder = RunFolder(Path(run_dir))
     sides: list[Side] = [side for side in SIDES if any(folder.knowledge_folder(side).glob("*.parquet"))]
@@ -87,7 +87,7 @@ def load_encoder(settings: EncodingSettings) -> "TextEncoder":
 
 
 def same_dtype(settings: EncodingSettings, previous: RunFolder | None) -> EncodingSettings:
-    """The settings with the dtype of the previous run's vectors; see `with_dtype`."""
+    """The settings, with the dtype of the previous run's vectors; see `with_dtype`."""
     manifest = None if previous is None else unless_damaged(previous.load_manifest)
     encoders = [figures.encoder for figures in manifest.features.values()] if manifest else []
     return with_dtype(settings, encoders[0] if encoders else None)
@@ -96,7 +96,7 @@ def same_dtype(settings: EncodingSettings, previous: RunFolder | None) -> Encodi
 def _earlier(
     previous: RunFolder | None, side: Side, encoder_id: str, max_text_tokens: int, fields: tuple[str, ...]
 ) -> EarlierFeatures | None:
-    """Features of a finished run; None if it made none, or they are of other parts, text limits or encoders."""
+    """A finished run's features; None if it has none, or if their fields, text limit or encoder differ."""
     manifest = None if previous is None else unless_damaged(previous.load_manifest)
     if previous is None or manifest is None:
         return None

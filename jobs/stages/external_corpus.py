@@ -1,4 +1,4 @@
-"""The texts of the night before as a corpus that an SGLang server drafts from while it writes tonight's."""
+"""Uploads the texts of the night before as a corpus that an SGLang server drafts tonight's texts from."""
 
 import hashlib
 from collections.abc import Collection, Iterator
@@ -20,9 +20,9 @@ from laserbatch.pipeline.storage.run_folder import RunFolder
 
 @contextmanager
 def external_corpus(night: Night, sides: Collection[Side]) -> Iterator[None]:
-    """Have the server draft from earlier texts of some sides while the block runs, if it takes external corpora.
+    """Let the server draft from earlier texts of some sides while the block runs, if it accepts external corpora.
 
-    A failure is a warning and is kept in the manifest. The corpus of a process that was killed is replaced, since all
+    A failure is a warning, recorded in the manifest. The corpus that a killed process left is replaced, since all
     nights of a workspace use one id.
     """
     server, generation = night.settings.decoding.endpoint, night.manifest.generation
@@ -48,7 +48,7 @@ def external_corpus(night: Night, sides: Collection[Side]) -> Iterator[None]:
 
 
 def corpus_id_of(night: Night) -> str:
-    """The id of the corpus of all nights of a workspace."""
+    """The id of the corpus, the same in all nights of a workspace."""
     return "laserbatch-" + hashlib.sha256(str(night.workspace.root.resolve()).encode()).hexdigest()[:12]
 
 
@@ -69,7 +69,7 @@ def _upload(night: Night, previous: RunFolder, sides: Collection[Side], corpora:
 
 
 def _lengths(night: Night, previous: RunFolder, sides: Collection[Side]) -> np.ndarray:
-    """Number of tokens of each text: int64[num_texts]; 0 where another model wrote it, whose tokens may be others."""
+    """The number of tokens of each text, int64[num_texts]; 0 for another model's text, whose token ids may differ."""
     settings = night.settings
     model_id, parts = served_identity(settings.model_dir, settings.decoding), [np.empty(0, np.int64)]
     for side in sorted(sides):
@@ -80,7 +80,7 @@ def _lengths(night: Night, previous: RunFolder, sides: Collection[Side]) -> np.n
 
 
 def _documents(night: Night, previous: RunFolder, sides: Collection[Side], chosen: np.ndarray) -> Iterator[str]:
-    """The texts of some numbers, thoughts included, as the server reads them."""
+    """Yield the texts numbered `chosen`, thoughts included, as the server reads them."""
     start = 0
     for side in sorted(sides):
         for batch in previous.iter_knowledge(side, ("token_ids",)):
@@ -91,9 +91,9 @@ def _documents(night: Night, previous: RunFolder, sides: Collection[Side], chose
 
 
 def chosen_texts(lengths: np.ndarray, room: int, seed: int) -> np.ndarray:
-    """Numbers of the texts to upload, ascending: all, or a random sample that fits into `room` tokens.
+    """The numbers of the texts to upload, ascending: all texts, or a random sample that fits into `room` tokens.
 
-    Each text takes its tokens, int64[num_texts], and a separator; one without tokens is left out.
+    A text takes its tokens (`lengths`, int64[num_texts]) and a separator; a text without tokens is left out.
     """
     order = np.random.default_rng(seed).permutation(np.flatnonzero(lengths))
     return np.sort(order[np.cumsum(lengths[order] + 1) <= room])

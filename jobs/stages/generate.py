@@ -1,4 +1,4 @@
-"""The stage that writes texts: have both sides planned, give unfinished shards to workers, gather the results."""
+"""The stage that writes texts: plan both sides, give unfinished shards to workers, gather the results."""
 
 import shlex
 from collections import Counter
@@ -41,7 +41,7 @@ MAX_SHARE_UNUSABLE = 0.5  # the night stops if more of the first texts fail: the
 
 
 def generate_knowledge(night: Night, workers: NightWorkers) -> dict[Side, SideFigures]:
-    """Write the night's texts that are not there yet into its run folder.
+    """Write the night's missing texts into its run folder; return the figures of both sides.
 
     Raises RunFailed if most of the first texts cannot be used.
     """
@@ -49,16 +49,16 @@ def generate_knowledge(night: Night, workers: NightWorkers) -> dict[Side, SideFi
 
 
 def plan_of_side(night: Night, folder: RunFolder, side: Side) -> tuple[SidePlan, TextSpec]:
-    """The plan of a side, made in a folder that need not be the run's, and the specification of its worker."""
+    """Plan a side in `folder`, which need not be the run's; return the plan and the specification of its worker."""
     planner = NightPlanner(night, folder, night.settings.decoding)
     return planner.plan(side)[0], GenerationStage(planner).worker_spec()
 
 
 class GenerationStage:
-    """The generation of the texts that a planner plans, on both sides, into its run folder."""
+    """Generates the texts that a planner plans, for both sides, into the planner's run folder."""
 
     label: ClassVar[str] = "generate"
-    is_checked: ClassVar[bool] = True  # the texts are the night's own: too many useless ones stop it
+    is_checked: ClassVar[bool] = True  # too many unusable texts stop the night
 
     def __init__(self, planner: NightPlanner) -> None:
         self.planner = planner
@@ -66,7 +66,7 @@ class GenerationStage:
 
     def run(self, workers: NightWorkers) -> dict[Side, SideFigures]:
         """Plan and write what is not finished yet; return the figures of both sides."""
-        (self.folder.root / TOKEN_FILE).unlink(missing_ok=True)  # of an attempt that was killed
+        (self.folder.root / TOKEN_FILE).unlink(missing_ok=True)  # left by an attempt that was killed
         if self.planner.will_probably_write():
             workers.start(self.worker_spec())
         plans, finished = self.planner.plans()
@@ -84,11 +84,11 @@ class GenerationStage:
             if not pending:
                 emit_begin(self.label, self.folder, pending, finished)
             else:
-                load = partial(background.submit, lambda: self.night.tokenizer)  # seconds, for later stages
+                load = partial(background.submit, lambda: self.night.tokenizer)  # slow; for later stages
                 abandoned = self._write(workers, pending, plans, finished, [written for _, written in carried], load)
             for side, written in carried:
                 finished[side] |= written.result()
-        plans = {side: load_plan(self.folder.root, side) or plans[side] for side in SIDES}  # with halves of shards
+        plans = {side: load_plan(self.folder.root, side) or plans[side] for side in SIDES}  # with split shards
         return {side: self._gather(plans[side], finished[side], abandoned) for side in SIDES}
 
     def _emit_plan(self, plan: SidePlan, finished: Finished) -> None:
@@ -102,7 +102,7 @@ class GenerationStage:
             self._say_skipped(plan, reasons)
 
     def _expected_tokens(self, plan: SidePlan) -> float | None:
-        """Expected tokens of a text that the plan has written; None if no earlier text and no budget tells."""
+        """The expected number of tokens per planned text; None without an estimate and without earlier texts."""
         num_rows = sum(shard.num_rows for shard in plan.shards)
         if plan.num_tokens and num_rows:
             return plan.num_tokens / num_rows
@@ -133,10 +133,10 @@ class GenerationStage:
         background: Iterable[Future],
         on_first_text: Callable[[], object],
     ) -> list[ShardAbandoned]:
-        """Hand shards to the workers and add them to the finished ones; return the abandoned ones.
+        """Hand shards to the workers and add their records to `finished`; return the abandoned shards.
 
-        A background write that fails, on a full disk, ends the work at the next shard. `on_first_text` starts work that
-        would compete with workers while they load their model.
+        If a background write fails, as on a full disk, the work ends at the next shard. `on_first_text` starts work
+        that would compete with workers while they load their model.
         """
 
         def notify_first_text() -> None:
@@ -159,7 +159,7 @@ class GenerationStage:
         return abandoned
 
     def _external_corpus(self, sides: Collection[Side]) -> AbstractContextManager[None]:
-        """What gives a server earlier texts to draft from; nothing for other engines, which load no client."""
+        """The context in which a server has earlier texts to draft from; empty for engines without an endpoint."""
         if self.decoding.endpoint is None:
             return nullcontext()
         from laserbatch.jobs.stages.external_corpus import external_corpus
@@ -168,7 +168,7 @@ class GenerationStage:
 
     @property
     def _pool_dirs(self) -> dict[Side, Path]:
-        """The folder of the pool that each side drafts from, where it has one."""
+        """By side, the folder of the pool that the side drafts from; a side without a pool is left out."""
         if (version := self.night.manifest.generation.pools.version) is None:
             return {}
         folder = self.night.pools.folder(version)
@@ -223,7 +223,7 @@ class GenerationStage:
         }
 
     def _stale(self, side: Side, quarantined: pa.ChunkedArray) -> pa.RecordBatchReader | None:
-        """The earlier texts of entities in quarantine, marked as stale; None where there is none."""
+        """The earlier texts of entities in quarantine, marked as stale; None if there is no such text."""
         previous = self.planner.previous(side)
         rows = previous.rows_of(quarantined)
         rows = np.sort(rows[rows >= 0])

@@ -62,7 +62,7 @@ NEEDS_A_TOKENIZER = (
 
 
 def needs_a_model(settings: Settings) -> bool:
-    """Whether a configuration has the bundled model write about tables that are not its sample world."""
+    """Whether the bundled model is to write about other tables than those of its sample world."""
     decoding = settings.decoding
     if decoding.model != SAMPLE_MODEL or decoding.borrows_tokenizer:
         return False
@@ -72,11 +72,11 @@ def needs_a_model(settings: Settings) -> bool:
 def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, dict[str, Any]], Tables]:
     """Check all that a run of this date reads; returns the manifest's `inputs`, and the tables as known on the date.
 
-    `inputs` has by table, and as `user_embeddings` and `item_embeddings` where they are configured, the file's name,
-    rows and SHA-256; of a table also the SHA-256 of what of it is known on the date (`known_sha256`), of interactions
-    how many were left out as exact copies (`num_copies`) and how old the newest is (`age`, a `LogAge`), of embeddings
-    how many ids are of no entity that is known then. Raises ConfigError, ModelError, TableError or PoolError, which
-    name all faults of settings and templates, of a model's files, of the tables, or of a file of embeddings.
+    `inputs` has an entry for each table and, if configured, for `user_embeddings` and `item_embeddings`: file name,
+    number of rows and SHA-256. Tables add the SHA-256 of the rows known on the date (`known_sha256`), interactions also
+    the number of exact copies left out (`num_copies`) and the age of the newest row (`age`, a `LogAge`), embeddings
+    the number of ids without a known entity (`num_unknown_ids`). Raises ConfigError, ModelError, TableError or
+    PoolError, which name all faults of the settings, the model's files, the tables, or a file of embeddings.
     """
     path = settings.tables.required_path
     require_files(settings)
@@ -97,7 +97,7 @@ def say_left_out(settings: Settings, personal: Mapping[Side, Mapping[str, str]])
 def left_out_of_prompts(settings: Settings, personal: Mapping[Side, Mapping[str, str]]) -> list[Finding]:
     """A warning for each attribute that prompts leave out because it looks like personal data or a secret.
 
-    `personal` is that of `tables.personal.personal_data`.
+    `personal` is the result of `tables.personal.personal_data`.
     """
     shown_without: dict[tuple[str, str], str] = {}
     for side in SIDES:
@@ -122,13 +122,13 @@ def sound_tables(
 ) -> tuple[dict[str, dict[str, Any]], Tables]:
     """The tables as known on a date, and their description for a manifest; raises TableError, which names all faults.
 
-    `check` returns the faults of the tables; its argument is the `logged_ids` of `check_tables`, None where the tables
+    `check` returns the faults of the tables; its argument is the `logged_ids` of `check_tables`, or None if the tables
     cannot be read.
     """
     path = settings.tables.required_path
     try:
         tables = read_tables(path, date, writable_folder(settings.workspace), settings.tables.keep_duplicates)
-    except (TableError, ValueError, pa.ArrowException):  # one fault, such as text of no encoding; the check names all
+    except (TableError, ValueError, pa.ArrowException):  # names one fault; the check names all
         require_sound(check(None), path)
         raise
     findings = check(tables.logged_ids)
@@ -154,23 +154,23 @@ def sound_tables(
 
 
 def require_same_tables(tables: Tables, inputs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise TableError if tables are not those that a manifest's `inputs` describe, as known on the run's date."""
+    """Raise TableError if tables, as known on the run's date, differ from those that a manifest's `inputs` describe."""
     for name in sc.TABLE_NAMES:
         if _content_sha256(getattr(tables, name)) != inputs[name]["known_sha256"]:
             raise TableError(f"the table {name} has changed since the night began")
 
 
 def writable_folder(workspace: Path) -> Path | None:
-    """Where files without a name may lie, which leave nothing: a workspace, or the nearest folder in which it is made.
+    """The folder for unnamed temporary files: the workspace, or its nearest existing parent.
 
-    None where nothing may be written.
+    None if that folder is not writable.
     """
     folder = next(folder for folder in (workspace, *workspace.parents) if folder.is_dir())
     return folder if os.access(folder, os.W_OK) else None
 
 
 def require_files(settings: Settings) -> None:
-    """Raise an error if the model, the encoder or the step cost is unusable, which a night would notice hours later."""
+    """Raise an error if a file or option that a night needs only hours later, such as the encoder, is unusable."""
     if settings.decoding.engine == "endpoint":
         require_tokenizer(settings.model_dir)
         if needs_a_model(settings):
@@ -186,7 +186,7 @@ def require_files(settings: Settings) -> None:
 
 
 def require_delivery(settings: Settings) -> None:
-    """Raise ConfigError if `deliver_to` can be no place, whatever is there; files of a service are not looked at."""
+    """Raise ConfigError if `deliver_to` cannot be a destination; URIs of a service are not checked."""
     if settings.deliver_to is not None and settings.deliver_to.partition("://")[0] not in SERVICES:
         destination_of(settings.workspace, settings.deliver_to)
 
@@ -202,9 +202,9 @@ def require_engine(settings: Settings) -> None:
 
 
 def check_inputs(path: Path | str, settings: Settings, logged_ids: LoggedIds | None = None) -> list[Finding]:
-    """The faults of the tables of a folder, for runs of these settings; `logged_ids` as `check_tables` takes it.
+    """The faults of the tables in a folder, for runs of these settings; `check_tables` describes `logged_ids`.
 
-    Raises ConfigError where nothing is, but a template is not one, or names a column that the tables do not have.
+    If there are none but warnings, templates are checked too, with the errors of `require_template_columns`.
     """
     positive_rating = LabelRule.parse(settings.ctr.label).least_rating if settings.night.train_ctr else None
     findings = check_tables(path, positive_rating, settings.gates.max_failed_share, logged_ids)
@@ -219,7 +219,7 @@ def _attributes_of(path: Path | str, table: str) -> list[str]:
 
 
 def require_template_columns(path: Path | str, settings: Settings, side: Side) -> None:
-    """Raise ConfigError where a template is for the other side, or it or `paths` names a column that no table has."""
+    """Raise ConfigError if a template is for the other side, or if a configured column is not in the tables."""
     for named in settings.knowledge.personal_attributes:
         table, _, column = named.partition(".")
         attributes = _attributes_of(path, table)
@@ -259,9 +259,9 @@ def require_template_columns(path: Path | str, settings: Settings, side: Side) -
 
 
 def require_plain_words(settings: Settings) -> None:
-    """Raise ConfigError where a template, or a word that it is filled with, has a control token of the model.
+    """Raise ConfigError if a template, or a configured word that fills it, contains a control token of the model.
 
-    Values of tables may: they are written in plain tokens, whatever they look like.
+    Table values may contain one: prompts encode them as plain text.
     """
     tokens, knowledge = _control_texts(settings), settings.knowledge
     for side in SIDES:
@@ -281,7 +281,7 @@ _CONTROL = "%s, a control token of the model: its chat template writes those"
 
 
 def _control_texts(settings: Settings) -> set[str]:
-    """The control tokens of the tokenizer, read from its file if possible, since loading it takes seconds."""
+    """The control tokens of the tokenizer, read from `tokenizer.json` if possible, since loading it takes seconds."""
     try:
         folder = tokenizer_folder(settings.model_dir, settings.decoding.adapter)
         added = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
@@ -294,7 +294,7 @@ def _control_texts(settings: Settings) -> set[str]:
 
 
 def _texts(value: Any, *place: str) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Each text in plain values, keys included, with the path of keys to it."""
+    """Yield each string in nested mappings and lists, keys included, with the path of keys that leads to it."""
     if isinstance(value, str):
         yield place, value
     elif isinstance(value, Mapping):
@@ -306,7 +306,7 @@ def _texts(value: Any, *place: str) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def changed_inputs(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Names of the inputs whose content as known on the date changed; rows of later dates are no change."""
+    """Names of the inputs whose content as known on the date changed; rows of later dates do not count."""
     return [
         name
         for name, new in now.items()
@@ -319,7 +319,7 @@ def _content_sha256(table: pa.Table) -> str:
     table = table.select(sorted(table.column_names))
     digest, codes = hashlib.sha256(str(table.schema.remove_metadata()).encode()), {}
     for place, (name, kind) in enumerate(zip(table.column_names, table.schema.types, strict=True)):
-        if pt.is_dictionary(kind):  # ids: those that a row has, and which of these each has
+        if pt.is_dictionary(kind):  # ids: hash the ids that occur, then each row's index among them
             ids = only_chunk(table[name])
             occurs = np.zeros(len(ids.dictionary), bool)
             for start in range(0, len(ids), ROWS_AT_ONCE):

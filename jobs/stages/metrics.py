@@ -1,6 +1,6 @@
-"""Figures for Prometheus, while a night runs and after it, however it ended: a file for the node exporter.
+"""Writes metrics for Prometheus while a night runs and after it ends: a file for the node exporter.
 
-Those of an extension have another prefix, such as `laserbatch_lists`, and a file of their own.
+An extension has its own file, and its metrics another prefix, such as `laserbatch_lists`.
 """
 
 import datetime
@@ -53,7 +53,7 @@ ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 @dataclass
 class NightMetrics:
-    """What is known of a night: its manifest, where it came so far as to have one, and how it ended."""
+    """A night's manifest, None until the run is opened, its exit code and its start time."""
 
     manifest: RunManifest | None = None
     exit_code: int = 0
@@ -62,7 +62,7 @@ class NightMetrics:
 
 @dataclass
 class _Page:
-    """Lines of the exposition format, in which a metric's samples stand together behind its help and type."""
+    """Lines of the exposition format: the samples of a metric follow its help and type."""
 
     prefix: str = NAME
     lines: list[str] = field(default_factory=list)
@@ -82,9 +82,9 @@ class _Page:
 
 @contextmanager
 def night_metrics(settings: Settings, name: str = NAME, within: str = ".") -> Iterator[NightMetrics]:
-    """Write the figures while the block runs, and when it ends with its exit code. That this fails ends no night.
+    """Write metrics while the block runs, and its exit code when it ends. A failure to write does not end the night.
 
-    `within` : the folder of an extension's workspace in that of the nights.
+    `within` : the folder of an extension's workspace, relative to the nights' workspace.
     """
     night, path, workspace = NightMetrics(), settings.metrics.textfile, settings.workspace / within
     if path is None:
@@ -100,35 +100,35 @@ def night_metrics(settings: Settings, name: str = NAME, within: str = ".") -> It
         raise
     finally:
         has_ended.set()
-        thread.join()  # what it writes last comes before what is written of the end
+        thread.join()  # its last write must precede the final one
         with ends_no_night("the metrics are not written"):
             write_text(exposition(night, workspace, night.start_s, time.time(), name), path)
 
 
 def _refresh(path: Path, night: NightMetrics, workspace: Path, name: str, has_ended: Event) -> None:
-    """Write the figures of a night that runs every few seconds. The first failure is logged as a warning."""
+    """Write the metrics of a running night every few seconds. The first failure is logged as a warning."""
     log = logger.warning
     while not has_ended.wait(REFRESH_S):
         try:
             write_text(running_exposition(night, workspace, path, name), path)
-        except Exception as error:  # figures end no night
+        except Exception as error:  # metrics must not end the night
             log("the metrics are not refreshed: %s", line_of(error, names_values=False))
             log = logger.debug
 
 
 def exposition(night: NightMetrics, workspace: Path, start_s: float, end_s: float, name: str = NAME) -> str:
-    """The figures of a night that has ended, in Prometheus' text format."""
+    """The metrics of a night that has ended, in Prometheus' text format."""
     page, none = _Page(name), {}
     page.add("last_exit_code", "Exit code of the last attempt; 0 is a night that ended well.", (none, night.exit_code))
     page.add("last_attempt_timestamp_seconds", "When the last attempt ended.", (none, end_s))
     page.add("last_attempt_seconds", "How long the last attempt took.", (none, end_s - start_s))
-    # A night that was refused because another one runs says nothing of that one.
+    # A night that was refused because another one runs does not report whether that one runs.
     is_running = None if night.exit_code == ExitCode.BUSY else 0
     return _with_figures(page, night, workspace, is_running)
 
 
 def running_exposition(night: NightMetrics, workspace: Path, path: Path, name: str = NAME) -> str:
-    """The figures of a night that runs; those of the last attempt stay as they stand in the file `path`."""
+    """The metrics of a running night; the metrics of the last attempt are copied from the file `path`."""
     page, earlier = _Page(name), path.read_text(encoding="utf-8") if path.exists() else ""
     page.lines += re.findall(rf"^(?:# \w+ )?{name}_last_(?:exit_code|attempt)\w* .*$", earlier, re.MULTILINE)
     return _with_figures(page, night, workspace, is_running=1)
@@ -171,7 +171,7 @@ def _with_figures(page: _Page, night: NightMetrics, workspace: Path, is_running:
 
 
 def _add_progress(page: _Page, events: Sequence[dict[str, Any]], run_dir: Path, is_running: int | None) -> None:
-    """How far the last attempt is, or came, and what its answers cost: the figures of `laserbatch status`."""
+    """Add the progress of the last attempt and the cost of its answers, as `laserbatch status` shows them."""
     if stage := current_stage(events):
         about = "1 for the stage that runs, 0 after the night's end for the one that ran last."
         page.add("running_stage", about, ({"stage": stage["stage"]}, is_running))
@@ -182,7 +182,7 @@ def _add_progress(page: _Page, events: Sequence[dict[str, Any]], run_dir: Path, 
 
 
 def _successes(workspace: Path) -> tuple[datetime.date | None, float | None]:
-    """The date that readers see, and when a run was last finished."""
+    """The date of the published run, and the time at which a run was last finished."""
     try:
         opened = Workspace.open(workspace, create=False)
         finished = [run.success_path.stat().st_mtime for run in opened.runs() if run.is_finished]

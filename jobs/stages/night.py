@@ -1,4 +1,4 @@
-"""One night as the stages share it: an opened, resumable run, and the earlier run and pools that it builds on."""
+"""The night that all stages share: an opened, resumable run, and the earlier run and pools that it builds on."""
 
 import copy
 import datetime
@@ -41,15 +41,15 @@ if TYPE_CHECKING:
 class Night:
     settings: Settings
     workspace: Workspace
-    date: datetime.date  # it sees what was known at the end of this day
+    date: datetime.date  # the night sees what was known at the end of this day
     run: RunFolder
     manifest: RunManifest
-    changed_inputs: tuple[str, ...] = ()  # what a finished run would find changed, were it done again
-    templates: Mapping[Side, PromptTemplate] | None = None  # None: those of the settings
+    changed_inputs: tuple[str, ...] = ()  # names of the inputs that changed since the run was made
+    templates: Mapping[Side, PromptTemplate] | None = None  # None: the templates of the settings
 
     @property
     def previous(self) -> RunFolder | None:
-        """The run whose texts are carried over and drafted from; see `earlier_runs`."""
+        """The earlier run whose texts are carried over and drafted from; see `earlier_runs`."""
         run_id = self.manifest.origin.previous_run_id
         return None if run_id is None else self.workspace.run(run_id)
 
@@ -80,7 +80,7 @@ class Night:
         return load_tokenizer(self.settings.model_dir, self.settings.decoding.adapter)
 
     def render(self, side: Side, shown: Shown) -> RenderedPrompt:
-        """The prompt of an entity, as workers render it. Raises RowError where it has none."""
+        """The prompt of an entity, as workers render it. Raises RowError if the entity has no prompt."""
         return render_shown(
             self.template(side), shown, self.tokenizer, self.settings.knowledge.max_prompt_tokens, self.date
         )
@@ -125,18 +125,18 @@ def open_night(
     redo: bool = False,
     base_run: RunFolder | None = None,
 ) -> Night:
-    """Open the run of a date and these settings: a new one, or the newest that there is, finished or not.
+    """Open the newest run of a date and these settings, finished or not; create one if there is none.
 
     The workspace's lock must be held. The inputs are checked before anything is written. Files of a finished run never
-    change: what does its night again is another edition, a run of its own.
+    change: doing its night again creates another edition, which is a separate run.
 
-    Raises as `checked_inputs` does, and WorkspaceError where the unfinished run was started from other inputs.
+    Raises the errors of `checked_inputs`, and WorkspaceError if the unfinished run was started from other inputs.
 
     Parameters
     ----------
-    force : generate unchanged entities too, in another edition where a run is there.
+    force : generate unchanged entities too, in another edition if the date has a run already.
     redo : do a finished night again, in another edition, if its inputs have changed since.
-    base_run : the finished run that a new one builds on, and from whose pools it drafts; None: see `earlier_runs`.
+    base_run : the finished run that a new run builds on and whose pools it drafts from; None: see `earlier_runs`.
     """
     inputs, tables = checked_inputs(settings, date)
     if needs_a_model(settings):
@@ -160,7 +160,7 @@ def open_night(
 
 
 def _go_on(night: Night) -> None:
-    """Resume an unfinished run, without pools or a drafter that are gone or rolled back."""
+    """Resume an unfinished run, without its pools if they are gone, damaged or of a run that was rolled back."""
     say(f"going on with run {night.run.run_id}")
     manifest, pools = night.manifest, night.manifest.generation.pools.version
     if pools in night.workspace.publication.not_built_on():
@@ -176,7 +176,7 @@ def new_night(
 ) -> Night:
     """A night that has not begun, with the run and the pools that it would build on; nothing is written.
 
-    `base_run` is that of `open_night`.
+    `open_night` describes `base_run`.
     """
     named, output = settings.identity(), settings.of_output()
     manifest = new_manifest(workspace, date, output, named, edition)
@@ -195,7 +195,7 @@ def new_night(
 
 
 def say_other_prompts(night: Night) -> None:
-    """Say that a night's prompts follow other templates than those of the run before."""
+    """Print a line for each side whose prompts follow another template than in the run before."""
     before = None if night.previous is None else unless_damaged(night.previous.load_manifest)
     if before is None:
         return
@@ -218,10 +218,10 @@ def warn_of_shared_words(settings: Settings) -> None:
 
 
 def earlier_runs(workspace: Workspace, run_id: str) -> list[RunFolder]:
-    """The runs that another one may build on, the last one first of all: the finished ones of its date or earlier ones.
+    """The finished runs of the same or an earlier date that a run may build on; the last one is preferred.
 
-    A night of an older date therefore sees only what is older. Of several runs of one date that of the same settings
-    comes last, else the one that was finished last. Runs that were rolled back are left out.
+    A night of an older date thus sees only older runs. Among runs of one date, a run of the same settings comes last,
+    then the order in which they were finished decides. Runs that were rolled back are left out.
     """
     run = workspace.run(run_id)
     finished = workspace.finished_runs(run.settings_hash)
@@ -229,7 +229,7 @@ def earlier_runs(workspace: Workspace, run_id: str) -> list[RunFolder]:
 
 
 def open_run(settings: Settings, run_id: str | None) -> Night:
-    """An existing run, for a stage that is called alone; the published one when no id is given."""
+    """Open an existing run, by default the published one, for a stage that is called alone."""
     workspace = Workspace.open(settings.workspace, create=False)
     run = workspace.chosen_run(run_id)
     manifest = RunManifest.load(run.manifest_path)
@@ -237,7 +237,7 @@ def open_run(settings: Settings, run_id: str | None) -> Night:
 
 
 def _settings_of(manifest: RunManifest, here: Settings) -> Settings:
-    """A run's own settings, on this machine's workspace and cluster; where they are those of here, its paths too."""
+    """A run's settings, with the sections `NOT_OF_OUTPUT` of `here`; `here` itself if it names the run the same way."""
     if settings_hash(here.identity()) == manifest.origin.settings_hash:
         return here
     elsewhere = {name: getattr(here, name) for name in NOT_OF_OUTPUT}
@@ -253,7 +253,7 @@ def _settings_of(manifest: RunManifest, here: Settings) -> Settings:
 
 
 def _without_unknown(raw: dict[str, Any], run_id: str) -> dict[str, Any]:
-    """Settings without the keys that this version does not have; a line names those."""
+    """Remove the keys that this version does not have from settings, and print a line that names them."""
     try:
         Settings.model_validate(raw)
     except ValidationError as error:
@@ -276,11 +276,11 @@ def current_pools(
     chosen: str | None = None,
     not_used: Collection[str] = (),
 ) -> PoolVersion | None:
-    """The pools that a run may draft from: the current ones, or the newest that are not of a later date than its own.
+    """The pools that a run of a date may draft from: the current ones, or the newest ones not of a later date.
 
-    The version `chosen` is taken before them, where it is there and whole. Versions `not_used`, of runs that are held
-    or were rolled back, are passed over. None when they were built to give more away, are damaged or of another format:
-    a night is then slower, not late.
+    The version `chosen` takes precedence if it exists without a problem. The versions `not_used`, of runs that are held
+    or were rolled back, are skipped. Returns None if the version has a lower `min_support`, is damaged or has another
+    format: the night then only writes more slowly.
     """
     try:
         versions = {entry.version: entry for entry in store.list()}
@@ -304,7 +304,7 @@ def current_pools(
 
 
 def can_be_used(store: PoolStore, version: str) -> bool:
-    """Whether a version's pools and routers are as they were written, every byte of the pools; says what is not."""
+    """Whether a version's routers load and its pools match their checksums; prints the problem if not."""
     try:
         for side in store.verify(version):
             Router.load(store.folder(version) / "router" / side)
@@ -315,7 +315,7 @@ def can_be_used(store: PoolStore, version: str) -> bool:
 
 
 def describe_pools(pools: PoolVersion | None) -> PoolsUsed:
-    """The pools that a run drafts from, for its manifest; frozen there for every later attempt."""
+    """Describe the pools that a run drafts from for its manifest, where they stay fixed for every later attempt."""
     if pools is None:
         return PoolsUsed()
     figures = {
@@ -326,17 +326,17 @@ def describe_pools(pools: PoolVersion | None) -> PoolsUsed:
 
 
 def pools_in_use(workspace: Workspace) -> set[str]:
-    """Pool versions that unfinished runs draft from, which going on with them needs."""
+    """The pool versions that unfinished runs draft from and need when they are resumed."""
     used = set()
     for run in workspace.runs():
         if run.is_finished or run.is_held or not run.manifest_path.exists():
             continue
-        if (manifest := unless_damaged(run.load_manifest)) is not None:  # else nobody can go on with it
+        if (manifest := unless_damaged(run.load_manifest)) is not None:  # otherwise it cannot be resumed
             used.add(manifest.generation.pools.version)
     return used - {None}
 
 
 def means(run: RunFolder, side: Side, columns: Sequence[str]) -> list[float | None]:
-    """Means over the texts of a side; None if it has none."""
+    """The mean of each column over the texts of a side; None if the side has no text."""
     batches = list(run.iter_knowledge(side, list(columns)))
     return [pc.mean(pa.chunked_array([batch[name] for batch in batches], pa.int32())).as_py() for name in columns]

@@ -1,6 +1,6 @@
-"""What a night writes: about which entities, in which shards, beside which records that it carries over.
+"""Plans a night: which entities get new texts, in which shards, and which records are carried over.
 
-`pipeline/planning` decides by columns; here are the rules that the configuration and earlier nights give it.
+`pipeline/planning` makes the decisions; this module gives it the rules of the configuration and of earlier nights.
 """
 
 import logging
@@ -35,14 +35,14 @@ logger = logging.getLogger("laserbatch.planning")
 
 
 def plan_night(night: Night, folder: RunFolder) -> dict[Side, SidePlan]:
-    """The plans of a night, made in a folder that need not be the run's."""
+    """Plan both sides of a night in `folder`, which need not be the run's."""
     return NightPlanner(night, folder, night.settings.decoding).plans()[0]
 
 
 def predicted_cost(night: Night, side: Side, num_rows: int, num_tokens: int | None) -> float | None:
-    """The predicted price of a side's texts: prompts are as long as those of the night before, and none is cached.
+    """The predicted cost of a side's texts, if prompts are as long as in the night before and none is cached.
 
-    None without a price, or without a night before.
+    None without prices, without a night before, or if `num_tokens` is None.
     """
     server = night.settings.decoding.endpoint
     prices = None if server is None else server.price_per_million_tokens
@@ -57,10 +57,10 @@ class NightPlanner:
 
     Attributes
     ----------
-    carry_overs : by side, the records that a new plan carries over; they are not written yet.
+    carry_overs : by side, the records that a newly made plan carries over; they are not written yet.
     """
 
-    is_limited: ClassVar[bool] = True  # by refresh.max_tokens
+    is_limited: ClassVar[bool] = True  # whether refresh.max_tokens limits the plans
 
     def __init__(self, night: Night, folder: RunFolder, decoding: DecodingSettings) -> None:
         self.night, self.folder, self.decoding = night, folder, decoding
@@ -80,7 +80,7 @@ class NightPlanner:
         (users, done_users), (items, done_items) = self.plan("user"), self.plan("item")
         budget = self.night.settings.refresh.max_tokens if self.is_limited else None
         is_left = budget is not None and users.num_tokens + items.num_tokens < budget
-        if is_left and BUDGET in users.postponed:  # users get what items leave of their share
+        if is_left and BUDGET in users.postponed:  # items left a part of their share: plan users again with it
             drop_plan(self.folder.root, "user")
             users, done_users = self.plan("user")
         return {"user": users, "item": items}, {"user": done_users, "item": done_items}
@@ -117,7 +117,7 @@ class NightPlanner:
         return plan
 
     def _warn_of_lost_texts(self, side: Side) -> None:
-        """Entities whose earlier text is gone look like new ones: name the files, since writing them again costs."""
+        """Warn of lost files of texts, since their entities look like new ones and are written again at a cost."""
         for path, num_rows in self.previous_folder.shards(side).lost() if self.previous_folder is not None else ():
             logger.warning(
                 "%s is gone: its %s have no earlier text any more and count as new. To keep their texts, stop this"
@@ -134,7 +134,7 @@ class NightPlanner:
         return WriteRules(night.manifest.origin.force, refresh=self._refresh(side), unusable=unusable)
 
     def _refresh(self, side: Side) -> Refresh | None:
-        """The rule by which changed prompts wait; None: every changed prompt gets a new text."""
+        """The rules by which changed prompts are postponed; None: every changed prompt gets a new text."""
         night, settings = self.night, self.night.settings.refresh
         if settings == RefreshSettings() and not self._has_max_cost:
             return None
@@ -156,5 +156,5 @@ class NightPlanner:
 
     @property
     def _has_max_cost(self) -> bool:
-        """Whether the night may end before all of its texts are paid for, so that the most valuable come first."""
+        """Whether a limit of cost may end the night early, so that the most valuable texts are written first."""
         return self.decoding.endpoint is not None and self.decoding.endpoint.max_cost is not None

@@ -1,4 +1,4 @@
-"""Plain decoding of a night's prompts, to compare with: of all of them, or of a sample."""
+"""Decodes a night's prompts, all or a sample, plainly as a baseline to compare with."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,10 +25,10 @@ from laserbatch.retrieval_pools.step_cost import StepCost
 
 
 def generate_plain(night: Night, workers: NightWorkers) -> dict[Side, SideFigures]:
-    """Decode the same prompts plainly into the run's `plain` folder, to compare with.
+    """Decode the night's prompts plainly into the run's `plain` folder, as a baseline.
 
-    Texts that plain decoding gave on an earlier night are carried over like any others. Entities that the night wrote
-    about come in shards of their own: their time is compared with the night's, since others have shorter prompts.
+    Plain texts of an earlier night are carried over like any others. Entities that the night wrote about are put in
+    separate shards, whose time is compared with the night's: the other entities have shorter prompts.
     """
     return PlainBaselineStage(PlainPlanner(night, night.run.plain, _plain_decoding(night))).run(workers)
 
@@ -36,7 +36,7 @@ def generate_plain(night: Night, workers: NightWorkers) -> dict[Side, SideFigure
 def generate_plain_sample(
     night: Night, workers: NightWorkers, folder: RunFolder, rows: Mapping[Side, pa.Table]
 ) -> None:
-    """Write plain texts for rows of the night's plan into another folder, one shard a side; finished shards stay."""
+    """Write plain texts for rows of the night's plan into another folder, one shard per side; finished shards stay."""
     pending = []
     for side, table in rows.items():
         shard = write_shard_plan(side, "00000", table, folder.root, is_isolated=False)
@@ -54,7 +54,7 @@ def _plain_decoding(night: Night) -> DecodingSettings:
 
 
 class PlainPlanner(NightPlanner):
-    """Plans all texts that the night has, without refresh limits, beside those that plain decoding gave earlier."""
+    """Plans a plain text for each of the night's texts, without refresh limits; carries over earlier plain texts."""
 
     is_limited = False
 
@@ -76,7 +76,7 @@ class PlainPlanner(NightPlanner):
 
 
 class PlainBaselineStage(GenerationStage):
-    """The same prompts decoded plainly, to compare with: without pools, drafts or checks."""
+    """Decodes the night's prompts plainly: without pools, drafts or the check of the first texts."""
 
     label, is_checked = "generate plain", False
 
@@ -92,5 +92,5 @@ class PlainBaselineStage(GenerationStage):
 
 
 def no_draft_budgets(measure: Callable[[], StepCost]) -> dict[Side, Budget]:
-    """Budgets of plain decoding, for which nothing is measured."""
+    """The budgets of plain decoding, which need no measured step cost."""
     return dict.fromkeys(SIDES, PLAIN)

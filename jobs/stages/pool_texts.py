@@ -1,7 +1,7 @@
-"""The texts of a run in the form that a pool takes, and the calibration of that pool by replays of some of them.
+"""Brings the texts of a run into the form that a pool takes, and calibrates that pool by replaying some of them.
 
-Their order is that of the entity table, which is the same every night, so unchanged texts keep their place and are not
-sorted again. Token ids, ids of entities and places are read in batches into files.
+Texts have the order of the entity table, which is the same every night, so unchanged texts keep their place and are not
+sorted again. Token ids, entity ids and start offsets are read in batches into files.
 
 If tonight's run drafted from a pool, the texts that it wrote are replayed against that pool with the run's prompts,
 groups and previous texts. On a first night some texts are replayed against a pool of the others. A calibration is valid
@@ -52,22 +52,22 @@ from laserbatch.retrieval_pools.routing.router import Routes
 from laserbatch.retrieval_pools.settings import DraftSettings
 
 ROWS_AT_ONCE = 8 * 1024
-MAX_SHARE_CHANGED = 0.1  # texts are replayed again once more of a side changed since the last replay
+MAX_SHARE_CHANGED = 0.1  # texts are replayed again once more than this share of a side changed since the last replay
 TOKENS_NAME, STARTS_NAME = "texts.npy", "starts.npy"
 
 
 @dataclass(frozen=True)
 class RunTexts:
-    entity_ids: pa.Array  # memory-mapped, as the other two
-    starts: np.ndarray  # int64[num_texts + 1], where each text begins in `tokens`
-    tokens: np.ndarray  # int32
-    model_id: str  # that wrote the first text
+    entity_ids: pa.Array  # memory-mapped, like `starts` and `tokens`
+    starts: np.ndarray  # int64[num_texts + 1], the offset in `tokens` at which each text begins
+    tokens: np.ndarray  # int32, the token ids of all texts
+    model_id: str  # the model that wrote the first text
 
     def __len__(self) -> int:
         return len(self.entity_ids)
 
     def of_entities(self, entity_ids: list) -> dict[str | int, np.ndarray]:
-        """int32[n] token ids by entity, for those that have a text."""
+        """The token ids, int32[num_tokens], of each entity that has a text."""
         rows = rows_among(pa.array(entity_ids, self.entity_ids.type), self.entity_ids)
         return {
             entity_id: self.tokens[self.starts[row] : self.starts[row + 1]]
@@ -76,10 +76,10 @@ class RunTexts:
         }
 
     def in_pool(self, tables: Tables, side: Side) -> np.ndarray:
-        """The number of the text of each entity of a table that goes into the pool: int64[num_entities]; -1: none.
+        """The text number of each entity of a table, int64[num_entities]; -1 if it has no text or is left out.
 
-        Of texts that no pool can hold those are left out whose ids have the highest checksums, so that it is the same
-        ones from night to night.
+        If a pool cannot hold all texts, the entities whose ids have the highest checksums are left out, so that every
+        night leaves out the same ones.
         """
         entity_ids = tables.entities(side)[f"{side}_id"]
         numbers = rows_among(entity_ids, self.entity_ids)
@@ -96,13 +96,13 @@ class RunTexts:
 
     @property
     def _is_too_long(self) -> bool:
-        """Whether all texts, each with a separator, have more tokens than a pool holds."""
+        """Whether all texts, each with a separator, have more tokens than a pool can hold."""
         return len(self.tokens) + len(self) >= MAX_POSITIONS
 
     def pool_texts(self, tables: Tables, side: Side, routes: Routes) -> Iterator[PoolTexts]:
-        """A block after another, without entities that the tables no longer have.
+        """Yield the texts that go into the pool in blocks, without entities that the tables no longer have.
 
-        `routes` are the groups of the tables' entities.
+        `routes` has the pool group of each entity of the tables.
         """
         groups, codes = routes.groups.dictionary.to_pylist(), routes.groups.indices.to_numpy()
         numbers = self.in_pool(tables, side)
@@ -119,7 +119,7 @@ class RunTexts:
 
 
 def read_run_texts(run: RunFolder, side: Side, scratch: Path) -> RunTexts | None:
-    """The texts of a side; None when there are none. Files in the folder `scratch` must stay while they are used."""
+    """Read the texts of a side; None if it has none. Files in `scratch` must stay while the texts are in use."""
     model_id, num_tokens = None, 0
     with (
         ArrayWriter(scratch / TOKENS_NAME, np.int32) as tokens,
@@ -140,9 +140,9 @@ def read_run_texts(run: RunFolder, side: Side, scratch: Path) -> RunTexts | None
 
 
 def calibrate_side(night: Night, side: Side, run_texts: RunTexts, routes: Routes) -> Calibration | HeldBack | None:
-    """The calibration by replays of some texts of a side, or the texts to replay against a pool of the others.
+    """Calibrate a side's pool by replays of some texts, or return the texts to replay against a pool of the others.
 
-    None if there are too few. `routes` are the groups of the tables' entities.
+    None if there are too few texts. `routes` has the pool group of each entity of the tables.
     """
     options = draft_options(night.settings.decoding, drafted_with(night, side))
     drafted_from = _drafted_from(
@@ -188,9 +188,9 @@ def _calibrated(night: Night, pool: Pool, texts: list[ReplayText], options: Draf
 def _valid_budgets(
     calibration: Calibration | None, run_texts: RunTexts, pool: Pool, options: DraftOptions
 ) -> BudgetCurve | None:
-    """The replayed budgets of the pool that the run drafted from; None if they are not valid for the coming pool.
+    """The replayed budgets of the pool that the run drafted from; None if they are not valid for the new pool.
 
-    They are not if many texts were written since, another model wrote the texts, or drafts come from other sources.
+    They are not valid if many texts were written since, another model wrote the texts, or drafts have other sources.
     """
     if calibration is None or calibration.budgets is None or pool.manifest.model_id != run_texts.model_id:
         return None
@@ -199,19 +199,19 @@ def _valid_budgets(
 
 
 def num_written(night: Night, side: Side) -> int:
-    """Number of entities of a side that the plan of a run has to write about."""
+    """The number of a side's texts that the plan of a run has to write."""
     plan = load_plan(night.run.root, side)
     return 0 if plan is None else sum(shard.num_rows for shard in plan.shards)
 
 
 def drafted_with(night: Night, side: Side) -> Budget | None:
-    """The budget that a run's side was drafted with; None where nothing was drafted, or nothing was chosen."""
+    """The draft budget that a side of a run used; None if nothing was drafted, or no budget was chosen."""
     recorded = night.manifest.generation.budgets.get(side)
     return budget_of(recorded) if recorded is not None and recorded.max_draft_tokens else None
 
 
 def draft_options(decoding: DecodingSettings, budget: Budget | None = None) -> DraftOptions:
-    """How a run of these settings drafts; `budget` None is that of the settings."""
+    """The draft options of a run of these settings; `budget` None: the budget of the settings."""
     budget = budget or Budget.of(decoding)
     return DraftOptions(
         max_nodes=budget.max_draft_tokens or DraftOptions.max_nodes,
@@ -223,7 +223,7 @@ def draft_options(decoding: DecodingSettings, budget: Budget | None = None) -> D
 
 
 def _drafted_from(night: Night, side: Side, hash_of_tokenizer: str) -> Pool | None:
-    """The pool that the run drafted from, if it exists and has the draft settings of tonight's."""
+    """The pool that the run drafted from, if it exists and was built with tonight's draft settings."""
     version = night.manifest.generation.pools.version
     if version is None or version not in {entry.version for entry in night.pools.list() if entry.problem is None}:
         return None
@@ -234,7 +234,7 @@ def _drafted_from(night: Night, side: Side, hash_of_tokenizer: str) -> Pool | No
 
 
 def planned_rows(night: Night, side: Side, max_rows: int) -> list[RenderedRow]:
-    """Rows that the run wrote texts for, spread evenly over its plan; those without a prompt are left out."""
+    """Planned rows of a run, sampled evenly from its plan; rows without a prompt are left out."""
     plan = load_plan(night.run.root, side)
     if plan is None:
         return []
@@ -253,9 +253,9 @@ def planned_rows(night: Night, side: Side, max_rows: int) -> list[RenderedRow]:
 
 
 def form_tokens(night: Night, side: Side, texts: Mapping[str | int, np.ndarray]) -> dict[str | int, np.ndarray]:
-    """For each text, int32[n], the mask of the tokens that the form of answers forces: bool[n] by entity.
+    """By entity, the mask of a text's tokens that the form of answers forces: bool[num_tokens].
 
-    Forced tokens take no step, even where a draft proposed them. Empty if answers have no form.
+    Forced tokens need no step, even if a draft proposed them. Empty if answers have no form.
     """
     grammar = guiding_grammar(night.template(side), night.settings.decoding)
     if grammar is None or not texts:
@@ -266,5 +266,5 @@ def form_tokens(night: Night, side: Side, texts: Mapping[str | int, np.ndarray])
 
 
 def replay_text(row: RenderedRow, token_ids: np.ndarray, group: str | None, is_form: Mapping) -> ReplayText:
-    """A text of tonight, as it is replayed; `is_form` as `form_tokens` gives it."""
+    """A text of tonight for a replay; `is_form` is the result of `form_tokens`."""
     return ReplayText(row.prompt.token_ids, token_ids, row.previous_ids, group or None, is_form.get(row.entity_id))

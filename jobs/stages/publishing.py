@@ -1,4 +1,4 @@
-"""What readers see, here and where it is delivered to, and what the next night drafts from, switched together."""
+"""Publishes and delivers runs, and makes their pools current, so that readers and the next night switch together."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ from laserbatch.retrieval_pools.index.store import PoolStore
 
 logger = logging.getLogger("laserbatch")
 
-# "if-newer": unless a run of a later date is published, or this one was rolled back.
+# "if-newer" publishes a run unless a run of a later date is published, or this run was rolled back.
 PublishPolicy = Literal["if-newer", "always", "never"]
 
 
@@ -58,7 +58,7 @@ def finalize_run(run: RunFolder, manifest: RunManifest, measured: Sequence[GateF
 
 @contextmanager
 def ends_no_night(what_fails: str) -> Iterator[None]:
-    """Log what fails in the block, which comes after the publication: readers see the run, so its night ended well."""
+    """Log an error of the block instead of raising it: the run is published already, so its night succeeded."""
     try:
         yield
     except (LaserbatchError, OSError) as error:
@@ -68,7 +68,7 @@ def ends_no_night(what_fails: str) -> Iterator[None]:
 
 
 def command_to_publish(run: RunFolder) -> str:
-    """The command a message names; extensions and experiments have workspaces of their own, so it says which."""
+    """The command that publishes a run, for messages; it names the workspace, which may be an extension's."""
     return f"`laserbatch runs publish {run.run_id} --workspace {run.workspace}`"
 
 
@@ -79,7 +79,7 @@ def draw_report(run: RunFolder, manifest: RunManifest) -> None:
 
 
 def publish_run(workspace: Workspace, run: RunFolder, policy: PublishPolicy = "if-newer") -> None:
-    """Publish a finished run by a policy, or say why not. May be called again."""
+    """Publish a finished run by a policy, or print why not. May be called again."""
     try:
         published = workspace.publication.run()
     except WorkspaceError as error:
@@ -100,7 +100,7 @@ def publish_run(workspace: Workspace, run: RunFolder, policy: PublishPolicy = "i
 def force_publish(workspace: Workspace, run_id: str) -> None:
     """Publish a finished run, even one that a gate holds; the next night drafts from its pools if they are whole.
 
-    Raises WorkspaceError where a file of the run is missing.
+    Raises WorkspaceError if a file of the run is missing.
     """
     run = workspace.run(run_id)
     run.require_whole()
@@ -115,15 +115,15 @@ def force_publish(workspace: Workspace, run_id: str) -> None:
 
 
 def repair_pointer(workspace: Workspace) -> None:
-    """Restore the pointer to the last run that was published, if it is lost, damaged, or its run is gone."""
+    """Restore the pointer to the run that was published last, if the pointer is lost or damaged, or its run is gone."""
     if run_id := workspace.publication.repair():
         say(f"published.json was missing, invalid or named a removed run; it is restored to the last one, {run_id}")
 
 
 def use_pools_of(workspace: Workspace, run_id: str) -> None:
-    """Make the pools of a run those that the next night drafts from; if they are missing or damaged, only print that.
+    """Let the next night draft from the pools of a run; if they are missing or damaged, only print that.
 
-    Pools of a run that was rolled back do not stay the current ones: then there are none.
+    The current pools then stay, unless their run was rolled back: then no pools are current.
     """
     if workspace.is_within:
         return
@@ -139,12 +139,12 @@ def use_pools_of(workspace: Workspace, run_id: str) -> None:
 
 
 def delivery_uri(workspace: Workspace, deliver_to: str | None) -> str | None:
-    """Where a workspace's runs go to by the setting: those of an extension to a folder beside texts and features."""
+    """The URI to which a workspace's runs are delivered: for an extension, a folder below `deliver_to`."""
     return f"{deliver_to.rstrip('/')}/{workspace.root.name}" if deliver_to and workspace.is_within else deliver_to
 
 
 def destination_of(workspace: Path, uri: str) -> Destination | LakeTables:
-    """The place at a URI. Raises ConfigError as `at` of both does, and where it and the workspace share files."""
+    """The destination at a URI. Raises the errors of the `at` methods, and ConfigError if it overlaps the workspace."""
     destination = LakeTables.at(uri) if is_lake(uri) else Destination.at(uri)
     place, root = uri.removeprefix(DELTA), workspace.resolve()
     if place.startswith("file://"):
@@ -159,8 +159,8 @@ def destination_of(workspace: Path, uri: str) -> Destination | LakeTables:
 def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:
     """Copy the published run to a URI for its readers; without a URI or a published run, do nothing.
 
-    Tables of a lake get the features alone, so nothing of an extension. Without `force` a run of a later date there
-    stays, unless it was rolled back here. Raises ConfigError or WorkspaceError where it cannot be delivered.
+    Lake tables take only features, so nothing of an extension. Without `force`, a run of a later date at the URI stays,
+    unless it was rolled back here. Raises WorkspaceError if the run cannot be delivered.
     """
     run_id = workspace.publication.run_id()
     if uri is None or run_id is None:
@@ -197,17 +197,17 @@ def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:
 
 
 def remove_delivered(workspace: Workspace, uri: str | None, run_ids: Sequence[str]) -> None:
-    """Delete runs at a URI that were deleted here."""
+    """Delete those runs at a URI that were deleted here."""
     if uri is not None and run_ids:
         for run_id in destination_of(workspace.root, uri).remove(run_ids):
             say(f"removed from {uri}: {run_id}")
 
 
 def forget_delivered(workspace: Workspace, uri: str | None) -> dict[str, str]:
-    """Bring every run at a URI to what it is here after rows were taken out, and delete there what is not here.
+    """After rows were removed here, copy every delivered run to a URI again, and delete runs that are not here.
 
-    Returns what was done by run: "sent again", "as it was" or "removed". Raises WorkspaceError where a lake to which
-    runs were delivered shows none: a table that cannot be read looks like one that is not there.
+    Returns by run what was done: "sent again", "as it was" or "removed". Raises WorkspaceError if runs were delivered
+    to a lake that now shows none, since an unreadable table looks like a missing one.
     """
     if uri is None:
         return {}
@@ -222,7 +222,7 @@ def forget_delivered(workspace: Workspace, uri: str | None) -> dict[str, str]:
                 f"and give the command again, or, if they were deleted, take the place out of {workspace.root / PLACES}"
             )
     for run_id in filter(here.__contains__, delivered):
-        here[run_id].require_whole()  # what is missing here would be removed there
+        here[run_id].require_whole()  # a file that is missing here would be removed there
     done = {
         run_id: "sent again" if destination.copy(here[run_id]).num_files else "as it was"
         for run_id in delivered if run_id in here

@@ -1,6 +1,6 @@
-"""An experiment: variants tried on a sample of entities, each by an ordinary night in a workspace of its own.
+"""An experiment tries variants on a sample of entities, each by an ordinary night in a separate workspace.
 
-Nothing that is published changes, nor what a later night builds on: all of it lies in `<workspace>/experiments/<name>`.
+All files are in `<workspace>/experiments/<name>`: published runs and runs that later nights build on do not change.
 """
 
 import datetime
@@ -42,13 +42,13 @@ from laserbatch.pipeline.tables.read import describe
 from laserbatch.pipeline.tables.sampled import write_sample
 from laserbatch.pipeline.tables.streamed import open_tables
 
-RECORD = "experiment.json"  # of an experiment's folder
-SHARE_BEFORE = 0.8  # of all interactions, that have happened by the date where none is given
+RECORD = "experiment.json"  # in the experiment's folder
+SHARE_BEFORE = 0.8  # the default date is the one by which this share of all interactions has happened
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """The variants of an experiment, by name, with the same tables, and the size of the sample they are tried on."""
+    """The settings of an experiment's variants, which share their tables, the date, and the size of the sample."""
 
     settings: Mapping[str, Settings]
     date: datetime.date
@@ -57,7 +57,7 @@ class Experiment:
 
     @cached_property
     def spec(self) -> dict[str, Any]:
-        """Everything but the tables that decides the result, as plain values."""
+        """Everything that decides the result except the tables, as plain values."""
         variants = {}
         for name, of_variant in self.settings.items():
             knowledge = of_variant.knowledge
@@ -69,14 +69,15 @@ class Experiment:
 
     @property
     def default_name(self) -> str:
-        """A name that differs with the specification."""
+        """A name that depends on the specification."""
         return f"{self.date}-{settings_hash(self.spec)[:8]}"
 
 
 def settings_of_framework(settings: Settings, framework: str) -> Settings:
-    """The settings with the templates of a framework, and its own way to use texts.
+    """The settings with the templates and the adaptor of a framework.
 
-    Of several templates the configured one is taken, else `<framework>_<side>`. Raises ConfigError where there is none.
+    Among several templates the configured one is taken, otherwise `<framework>_<side>`. Raises ConfigError if no
+    template remains, or several.
     """
     knowledge, folder = settings.knowledge, settings.knowledge.template_dir
     stems = {path.stem for place in filter(None, (folder, SHIPPED_TEMPLATES)) for path in place.glob("*.yaml")}
@@ -103,11 +104,11 @@ def settings_of_framework(settings: Settings, framework: str) -> Settings:
 
 
 def run_experiment(workspace: Workspace, name: str, experiment: Experiment) -> dict[str, Any]:
-    """Sample, write, compare; what `compare_variants` tells, and of each variant its audit and what its gates say.
+    """Sample the tables, run each variant, and return the result of `compare_variants` with sample and failures.
 
-    Killed at any moment, the same call goes on. A variant of which most of the first texts cannot be kept stands in
-    `failed`, and the others are tried all the same. Raises ConfigError where the name is that of another experiment,
-    CtrError where the sample cannot judge, RunFailed where every variant failed.
+    After a kill the same call goes on. A variant most of whose first texts cannot be kept is recorded in `failed`, and
+    the other variants still run. Raises ConfigError if another experiment has the name, CtrError if the sample cannot
+    judge, RunFailed if every variant failed.
     """
     folder = workspace.experiment(name)
     folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +135,7 @@ def run_experiment(workspace: Workspace, name: str, experiment: Experiment) -> d
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """The specification, inputs and sample of an experiment. Raises WorkspaceError: damaged or of another version."""
+    """Read an experiment's specification, inputs and sample. Raises WorkspaceError if damaged or of another version."""
     path = folder / RECORD
     record = read_json(path, f", or remove {folder}")
     if "spec" not in record:
@@ -145,7 +146,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def _sampled(folder: Path, experiment: Experiment) -> dict[str, Any]:
-    """The counts of the sample, which is taken once, after checks of everything that could stop its nights."""
+    """The counts of the sample, which is taken once, after all checks that could stop its nights later."""
     path, first = folder / RECORD, next(iter(experiment.settings.values()))
     source, now = first.tables.required_path, canonical_json(experiment.spec)
     if path.exists():
@@ -200,7 +201,7 @@ def _require_judges(tables: Path, experiment: Experiment) -> None:
 
 
 def _tried(folder: Path, name: str, settings: Settings, date: datetime.date) -> Variant:
-    """The night of a variant on the sample, run now or earlier. Raises RunFailed if most texts cannot be used."""
+    """Run the night of a variant on the sample, unless an earlier call did. Raises the errors of `run_night`."""
     unlimited = settings.refresh.model_copy(update={"max_tokens": None})
     apart = settings.model_copy(
         update={
@@ -217,7 +218,7 @@ def _tried(folder: Path, name: str, settings: Settings, date: datetime.date) -> 
     run = workspace.run(make_run_id(date, apart.identity(), edition))
     if not (run.is_finished or run.is_held):
         workspace.step_costs_folder.mkdir(exist_ok=True)
-        # A step of one model costs the same to all.
+        # The step cost of a model is the same for all variants.
         for other in (Workspace(settings.workspace), *Workspace(folder).within()):
             for path in other.step_costs_folder.glob("*.json") if other.root != workspace.root else ():
                 shutil.copy2(path, workspace.step_costs_folder)
@@ -227,6 +228,6 @@ def _tried(folder: Path, name: str, settings: Settings, date: datetime.date) -> 
     for gate in night.manifest.judgement.gates:
         if gate.verdict == "blocks":
             say(f"a night with {name} would be held back: {gate_sentence(gate)}")
-    # One night has no earlier texts that training rows could see.
+    # A single night has no earlier texts for training rows to see.
     ctr = CtrSettings.of(settings.ctr)
     return Variant(name, night, ctr.model_copy(update={"history": "latest"}) if ctr.history == "asof" else ctr)

@@ -1,4 +1,4 @@
-"""A night's stages in order, and what is published when. A night that was killed goes on where it stopped."""
+"""Runs a night's stages in order and publishes its run. A night that was killed goes on where it stopped."""
 
 import datetime
 from collections.abc import Callable, Iterable, Iterator
@@ -45,10 +45,10 @@ from laserbatch.retrieval_pools.settings import KEEP_VERSIONS
 
 @dataclass(frozen=True)
 class Stage:
-    name: str  # in the report, the events and `status`
-    run: Callable[..., Any]  # called with the night and what `run_stages` was given; does what is not done yet
-    result: str | None = None  # `group.field` of the manifest that gets what `run` returns; None: nothing is returned
-    is_due: Callable[[Night], bool] = lambda night: True  # False where the stage is done, or not wanted
+    name: str  # as the report, the events and `status` show it
+    run: Callable[..., Any]  # called with the night and the values of `run_stages`; does what is not done yet
+    result: str | None = None  # `group.field` of the manifest in which the result of `run` is stored; None: no result
+    is_due: Callable[[Night], bool] = lambda night: True  # False if the stage is done, or not wanted
 
 
 WRITING = (
@@ -76,11 +76,11 @@ def run_night(
     policy: PublishPolicy = "if-newer",
     base_run: RunFolder | None = None,
 ) -> Night:
-    """All stages of a night, under the workspace's lock. A finished night is left as it is, but published.
+    """Run all stages of a night, under the workspace's lock. A finished night is only published.
 
-    `force`, `redo` and `base_run` are those of `open_night`. Raises RunFailed where most of the first texts cannot be
-    kept, RunHeld where the night is done and a gate keeps it from being published: by the same command its gates are
-    then judged again, and nothing else is done.
+    `open_night` describes `force`, `redo` and `base_run`. Raises RunFailed if most of the first texts cannot be
+    kept or the cost reaches its limit, and RunHeld if the night is done but a gate blocks its publication: the same
+    command then only judges the gates again.
     """
     with night_metrics(settings) as metrics, (workspace := Workspace.open(settings.workspace)).lock():
         repair_pointer(workspace)
@@ -138,10 +138,10 @@ def run_stages(night: Night, stages: Iterable[Stage], *values: Any) -> None:
 
 @contextmanager
 def _recorded_endpoint(night: Night) -> Iterator[None]:
-    """Add to the manifest which server wrote the texts of the block and what they cost, also if it ends early."""
+    """Record in the manifest which server writes texts in this block and their cost, also if the block fails."""
     prices = night.settings.decoding.endpoint and night.settings.decoding.endpoint.price_per_million_tokens
     if prices is not None:
-        emit("endpoint", prices=prices.model_dump())  # by which the cost is shown while the night runs
+        emit("endpoint", prices=prices.model_dump())  # the running cost is computed from these prices
     try:
         yield
     finally:
@@ -155,7 +155,7 @@ def _recorded_endpoint(night: Night) -> Iterator[None]:
 def encode_and_build_pools(night: Night, workers: NightWorkers) -> None:
     """Encode a night's texts while a thread, or a task, builds its pools from them; neither needs the other.
 
-    The stage "pools" is what these take longer, beside the fit of their routers, which comes first.
+    The time of the stage "pools" is that of fitting the routers, which comes first, and of waiting after encoding.
     """
     workers.dismiss()
     encoding = same_dtype(night.settings.encoding, night.previous)
@@ -179,27 +179,27 @@ def encode_and_build_pools(night: Night, workers: NightWorkers) -> None:
 
 @contextmanager
 def run_in_background(function: Callable[[], Any]) -> Iterator[Future]:
-    """Call a function in a thread. An error of the block waits for it; the end of the process does not."""
+    """Call a function in a thread. If the block fails, wait for the thread; an interrupt does not wait."""
     result = Future()
 
     def call() -> None:
         try:
             result.set_result(function())
-        except BaseException as error:  # of a thread: whoever asks for the result meets it
+        except BaseException as error:  # raised again in the thread that asks for the result
             result.set_exception(error)
 
     Thread(target=call, daemon=True).start()
     try:
         yield result
     except KeyboardInterrupt:
-        raise  # what is half built is nobody's, and swept up by the next night
+        raise  # nothing refers to half-built pools; the next night removes them
     except BaseException:
         wait([result])
         raise
 
 
 def _import_first(night: Night) -> None:
-    """Import what encoding and replays share, since two threads that import one package may see half of it."""
+    """Import packages that encoding and replays share: of two threads importing one, one may see half of it."""
     import sklearn.cluster
     import sklearn.linear_model
     import sklearn.metrics  # noqa: F401
@@ -208,7 +208,7 @@ def _import_first(night: Night) -> None:
 
 
 def finish_night(night: Night) -> None:
-    """Finish the run with its report, or hold it back, so that nothing builds on it. Raises RunHeld."""
+    """Finish the run and draw its report. Raises RunHeld if a gate holds it back; nothing then builds on the run."""
     remove_audited_texts(night)
     manifest = night.manifest
     if night.previous is not None and (earlier := unless_damaged(night.previous.load_manifest)) is not None:
@@ -221,12 +221,12 @@ def finish_night(night: Night) -> None:
 def publish_night(night: Night, policy: PublishPolicy = "if-newer") -> None:
     """Publish a finished run and its pools by a policy, and deliver it.
 
-    May be called again: it completes what a killed night left.
+    A repeated call completes what a killed night left undone.
     """
     run, workspace = night.run, night.workspace
     publish_run(workspace, run, policy)
     with ends_no_night("old pools were not removed, the next night tries again"):
-        in_use = pools_in_use(workspace) | {run.run_id}  # the next night of a backfill drafts from this one's
+        in_use = pools_in_use(workspace) | {run.run_id}  # the next night of a backfill drafts from this run's pools
         collect_pools(night.pools, KEEP_VERSIONS, in_use)
     if policy != "never":
         deliver(workspace, night.settings.deliver_to, force=policy == "always")

@@ -1,4 +1,4 @@
-"""A run's shards, of texts or of lists: handed to workers, with progress shown, and gathered to a side.
+"""Hands a run's shards, of texts or of lists, to workers, shows progress, and gathers the shards of a side.
 
 Before publication every entity of a side is in its texts, in quarantine or postponed.
 """
@@ -29,9 +29,9 @@ from laserbatch.retrieval_pools.ids import IdCodes
 from laserbatch.retrieval_pools.step_cost import StepCost
 
 NUM_NAMED = 5  # ids that a message names
-PLACES = ("fresh", "stale", "quarantined", "waiting", "without text")  # of an entity's rows in a run
-MAX_COUNT = 9  # more records of one entity are no other fault
-Finished = dict[str, ShardRecord]  # shards of a side by name
+PLACES = ("fresh", "stale", "quarantined", "waiting", "without text")  # where a run may have an entity's rows
+MAX_COUNT = 9  # counts of an entity's records stop here, so that they fit int8
+Finished = dict[str, ShardRecord]  # records of a side's finished shards, by shard name
 
 
 def hand_out(
@@ -44,10 +44,10 @@ def hand_out(
     on_first_text: Callable[[], None] = lambda: None,
     expected_tokens: Mapping[Side, float | None] = MappingProxyType({}),
 ) -> list[ShardAbandoned]:
-    """Hand shards to the workers and add them to `finished`; return the abandoned ones.
+    """Hand shards to the workers and add their records to `finished`; return the abandoned shards.
 
-    `choose` and `on_first_text` are those of `run_shards`. `check` is called with each finished shard; its errors end
-    the work. `expected_tokens` of a text, where they are known, tell those who watch how long it will take.
+    `run_shards` describes `choose` and `on_first_text`. `check` is called with each finished shard; its errors end
+    the work. `expected_tokens` per text, if known, lets `status` estimate the remaining time.
     """
     abandoned, num_done, num_rows = [], 0, sum(shard.num_rows for shard in pending)
     folder = RunFolder(worker_pool.spec.run_dir)
@@ -83,11 +83,11 @@ def gather(
     abandoned: Iterable[ShardAbandoned],
     stale_of: Callable[[pa.ChunkedArray], Any],
 ) -> tuple[dict[str, int], int]:
-    """Finish a side: merge its quarantine, keep stale texts of quarantined entities, and check that none is missing.
+    """Finish a side: merge its quarantine, keep stale texts of quarantined entities, and require every entity.
 
     `stale_of` returns the earlier texts of quarantined entities, as `SideShards.write` takes them, or None.
-    Returns the quarantine counts by reason, and how many entities keep a stale text. Raises WorkspaceError if an
-    entity is missing; the next attempt then plans the side again.
+    Returns the quarantine counts by reason, and the number of entities that keep a stale text. Raises WorkspaceError
+    as `_require_every_entity` does; the next attempt then plans the side again.
     """
     rows = [row for lost in abandoned if lost.shard.side == side for row in lost.rows(folder.root)]
     folder.merge_quarantine(side, finished.values(), rows, entity_ids.type)
@@ -103,11 +103,11 @@ def gather(
 
 
 def _require_every_entity(run: RunFolder, side: Side, entity_ids: pa.ChunkedArray) -> None:
-    """Require for each entity one record that is not stale, or else one row in quarantine or in postponed.
+    """Require that each entity has exactly one record that is not stale, or one row in quarantine or postponed.
 
-    An entity with a stale record is in one of these too. A postponed entity has a stale record if `has_text` says so.
-    `entity_ids` are those of the side's table as the run sees it, each once. Raises WorkspaceError, which names the
-    first ids that break the rule.
+    An entity with a stale record must also be in quarantine or postponed. A postponed entity with `has_text` must have
+    a stale record. `entity_ids` are the ids of the side's table as the run sees it, without duplicates. Raises
+    WorkspaceError, which names the first ids that break a rule.
     """
     known = IdCodes(entity_ids.type)
     for chunk in entity_ids.chunks:
@@ -143,7 +143,7 @@ def _require_every_entity(run: RunFolder, side: Side, entity_ids: pa.ChunkedArra
 
 
 def _ids_by_place(run: RunFolder, side: Side) -> Iterator[tuple[str, pa.Array]]:
-    """The ids that a run has of a side, a part at a time, each with one of `PLACES`."""
+    """Yield the ids of a side in a run, one chunk at a time, each chunk with one of `PLACES`."""
     for batch in run.iter_knowledge(side, ("entity_id", "is_stale")):
         yield "fresh", batch["entity_id"].filter(pc.invert(batch["is_stale"]))
         yield "stale", batch["entity_id"].filter(batch["is_stale"])
@@ -157,7 +157,7 @@ def _ids_by_place(run: RunFolder, side: Side) -> Iterator[tuple[str, pa.Array]]:
 
 
 def stats_of(records: Iterable[ShardRecord]) -> DecodingStats:
-    """The sum over shards. Workers run in parallel, so the time of a shard is divided by their number."""
+    """The sum over shards. Workers run in parallel, so the time of a shard is divided by the number of workers."""
     infos = (record.written_by for record in records)
     return DecodingStats.total(replace(info.stats, wall_s=info.stats.wall_s / info.num_workers) for info in infos)
 
@@ -169,7 +169,7 @@ def emit_begin(
     finished: Mapping[Side, Finished],
     expected_tokens: Mapping[Side, float | None] = MappingProxyType({}),
 ) -> None:
-    """Record how much a stage will write and how much is done, by side."""
+    """Emit the event `shards_begin`: by side, how many shards and rows the stage has, and how many are done."""
     sides = {side: _planned(side, pending, finished[side], folder) for side in finished}
     emit("shards_begin", of=label, sides=sides, expected_tokens=dict(expected_tokens))
 

@@ -1,4 +1,4 @@
-"""Texts cut into spans by the source of their tokens, and the few such texts that a report shows."""
+"""Cuts texts into spans by the source of their tokens, and picks the few texts that a report shows."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
@@ -21,7 +21,7 @@ UNFINISHED = "\ufffd"  # written by decoders for bytes that do not make a charac
 
 
 def report_samples(night: Night, folder: RunFolder, side: Side, plan: SidePlan) -> list[SampleText]:
-    """Sample texts of a side: evenly spread over the plan's shards, the first row of each."""
+    """Sample texts of a side: the first text of a few shards, spread evenly over the plan."""
     if not plan.shards:
         return []
     stride = max(1, len(plan.shards) // NUM_SAMPLES)
@@ -47,11 +47,11 @@ def report_samples(night: Night, folder: RunFolder, side: Side, plan: SidePlan) 
 def text_spans(
     tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int] | np.ndarray, sources: Sequence[int] | np.ndarray
 ) -> list[SampleSpan]:
-    """Text of a generated sequence, cut where the source changes; neighbours differ in source, and none is empty.
+    """Cut the text of a generated sequence where the source changes; neighbours differ in source, and none is empty.
 
-    A character whose bytes are spread over several tokens belongs to the token that completes it. The texts of the
-    spans, joined, are the decoded sequence: the text of a token can depend on the tokens before it, so a span ends
-    where the text of all tokens up to its end does. `sources` are SOURCE_* of each token.
+    A character whose bytes are spread over several tokens belongs to the token that completes it. The joined spans are
+    the decoded sequence: since the text of a token can depend on the tokens before it, a span ends where the decoded
+    text of all tokens up to its last one ends. `sources` has the SOURCE_* code of each token.
     """
     ids, names = [int(token) for token in token_ids], [SOURCE_NAMES[code] for code in sources]
     whole, spans, start = decoded(tokenizer, ids), [], 0
@@ -69,6 +69,6 @@ def text_spans(
 
 
 def decoded(tokenizer: "PreTrainedTokenizerBase", ids: list[int], skip_special_tokens: bool = True) -> str:
-    """The exact text of tokens."""
+    """Decode tokens without any clean-up of spaces."""
     text = tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
     return cast("str", text)

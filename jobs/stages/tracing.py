@@ -1,7 +1,7 @@
-"""Spans of an attempt for OpenTelemetry: the attempt, its stages, and the shards of each stage.
+"""Sends spans of an attempt to OpenTelemetry: the attempt, its stages, and the shards of each stage.
 
-They are made of its events when it has ended, so a night that runs does nothing for them. Nothing of OpenTelemetry is
-imported unless the environment names a collector.
+They are made from the attempt's events after it has ended, so tracing costs a running night nothing. OpenTelemetry is
+imported only if the environment names a collector.
 """
 
 import datetime
@@ -19,16 +19,16 @@ from laserbatch.jobs.failures import line_of
 
 logger = logging.getLogger("laserbatch")
 
-COLLECTOR = "OTEL_EXPORTER_OTLP_ENDPOINT"  # the environment variable of OpenTelemetry that names it
+COLLECTOR = "OTEL_EXPORTER_OTLP_ENDPOINT"  # OpenTelemetry's environment variable for the collector
 SPANS_PER_REQUEST = 500
 OF_SHARD = ("rows", "quarantined", "tokens", "accepted", "steps")
 
 
 @contextmanager
 def traced(events_path: Path) -> Iterator[None]:
-    """Send the spans of the attempt whose events the block writes, however it ends.
+    """Send the spans of the attempt whose events the block writes, also if the block fails.
 
-    Without a collector, or without `laserbatch[opentelemetry]`, nothing is sent. A failure to send them ends no night.
+    Without a collector, or without `laserbatch[opentelemetry]`, nothing is sent. A failure to send ends no night.
     """
     try:
         yield
@@ -38,7 +38,7 @@ def traced(events_path: Path) -> Iterator[None]:
                 _send(last_attempt(events_path))
             except ImportError:
                 pass
-            except Exception as error:  # of a variable of OpenTelemetry, or our own fault
+            except Exception as error:  # an invalid OpenTelemetry variable, or our own fault
                 logger.warning("the spans of the night were not sent: %s", line_of(error, names_values=False))
 
 
@@ -50,7 +50,7 @@ def _send(events: list[dict[str, Any]]) -> None:
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it warns at each try; we warn once
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # OpenTelemetry warns at each try; we warn once
     name = os.environ.get("OTEL_SERVICE_NAME", "laserbatch")
     resource = Resource.create({"service.name": name, "service.version": version("laserbatch")})
     provider, ended = TracerProvider(resource=resource, shutdown_on_exit=False), InMemorySpanExporter()
@@ -65,7 +65,7 @@ def _send(events: list[dict[str, Any]]) -> None:
 def _make_spans(events: list[dict[str, Any]], tracer: Any) -> None:
     from opentelemetry.trace import StatusCode, set_span_in_context
 
-    open_spans, counts = [], Counter()  # the attempt, and the stage within it: stages follow one another
+    open_spans, counts = [], Counter()  # the attempt, and the current stage
 
     def begin(name: str, start_ns: int, facts: dict[str, Any]) -> Any:
         parent = set_span_in_context(open_spans[-1]) if open_spans else None

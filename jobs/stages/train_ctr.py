@@ -1,4 +1,4 @@
-"""One CTR model trained into a folder of its own, that says where it comes from, goes on after a kill, and scores."""
+"""Trains a CTR model into a folder that records its provenance, resumes after a kill, and scores with such folders."""
 
 import fcntl
 import hashlib
@@ -39,11 +39,11 @@ logger = logging.getLogger(__name__)
 def train_to_folder(
     night: Night, model: ModelName, features: FeatureName, seed: int, tables: str, settings: CtrSettings, out: Path
 ) -> dict[str, Any]:
-    """Train a model on the features of a run; its metrics. A training that was killed goes on from its last epoch.
+    """Train a model on the features of a run; return its metrics. A killed training goes on after its last epoch.
 
-    The folder appears whole, when all is done; until then there is a hidden one beside it with the last checkpoint.
-    Raises CtrError where there is nothing to train on or judge by, and leaves nothing then; also where another process
-    trains into the folder.
+    The folder appears complete at the end; until then a hidden folder next to it holds the last checkpoint. Raises
+    CtrError, and leaves no files, if there is nothing to train on or judge by; also if another process trains into the
+    folder.
     """
     from laserbatch.ctr.dataset import build_dataset
     from laserbatch.ctr.folder import ModelCard
@@ -92,7 +92,7 @@ def train_to_folder(
 
 @contextmanager
 def _only_training(out: Path) -> Iterator[Path]:
-    """The folder of a training's checkpoint, beside `out`, which no other process has until the block ends.
+    """Lock the folder of a training's checkpoint, next to `out`, for this process until the block ends.
 
     A checkpoint stays if the block ends with an error.
     """
@@ -118,7 +118,7 @@ def _only_training(out: Path) -> Iterator[Path]:
 
 
 def features_of(night: Night, features: FeatureName) -> FeatureSet | None:
-    """The features of a run, its own or the plain ones. Raises CtrError where they are not there."""
+    """The features of a run, its own or the plain ones. Raises CtrError if it has no plain features."""
     if features == "none":
         return None
     if features == "own":
@@ -134,7 +134,7 @@ def features_of(night: Night, features: FeatureName) -> FeatureSet | None:
 
 def _provenance(night: Night, features: FeatureName, tables: str) -> dict[str, Any]:
     provenance: dict[str, Any] = {"run_id": night.run.run_id, "features": features}
-    provenance["tables"] = tables if is_uri(tables) else str(Path(tables).resolve())  # read from other folders too
+    provenance["tables"] = tables if is_uri(tables) else str(Path(tables).resolve())  # for other folders
     provenance["keep_duplicates"] = night.settings.tables.keep_duplicates
     provenance["inputs"] = {name: of["sha256"] for name, of in describe(tables).items()}
     if features != "none":
@@ -155,7 +155,7 @@ def _keep(path: Path, spec_hash: str, progress) -> None:
 
 
 def _checkpoint(path: Path, spec_hash: str):
-    """The progress of a killed training of the same kind, or None."""
+    """The progress of a killed training with the same specification, or None."""
     from safetensors import SafetensorError, safe_open
 
     from laserbatch.ctr.loop import Progress
@@ -170,14 +170,14 @@ def _checkpoint(path: Path, spec_hash: str):
 
 
 def trained_on(model: Path) -> dict[str, Any]:
-    """Where a model comes from: `run_id`, `tables` and hashes. Raises CtrError where it is none."""
+    """The provenance of a model: `run_id`, `tables` and hashes. Raises CtrError if the folder holds no model."""
     from laserbatch.ctr.folder import ModelCard
 
     return ModelCard.read(model).provenance
 
 
 def evaluate_folder(model: Path, night: Night, tables: str) -> dict[str, Any]:
-    """Judge a model on the rows of tables after its date that are no validation rows."""
+    """Judge a model on the rows of tables after its date that are not validation rows."""
     from laserbatch.ctr.folder import ModelCard, score
     from laserbatch.ctr.metrics import measure
 
@@ -196,9 +196,9 @@ def evaluate_folder(model: Path, night: Night, tables: str) -> dict[str, Any]:
 
 
 def predict_pairs(model: Path, night: Night, tables: str, pairs: Path, out: Path) -> int:
-    """Score a Parquet file of `user_id`, `item_id` and perhaps `timestamp`; the file's columns and `score` are written.
+    """Score a Parquet file of `user_id`, `item_id` and perhaps `timestamp`; write its columns and `score` to `out`.
 
-    Without a timestamp a pair is asked for after all that the tables hold. Returns the number of pairs.
+    Without timestamps, pairs are scored as of just after the last labelled interaction. Returns the number of pairs.
     """
     from laserbatch.ctr.folder import ModelCard, score
 
@@ -234,7 +234,7 @@ def predict_pairs(model: Path, night: Night, tables: str, pairs: Path, out: Path
 
 
 def _opened(card, night: Night, tables: str):
-    """The features of a run that the model reads, and the tables."""
+    """The features of a run that the model reads, and the opened tables."""
     features, encoders = card.provenance["features"], card.provenance.get("encoders", {})
     for side, of_side in night.manifest.features.items():
         if encoders.get(side, of_side.encoder) != of_side.encoder:

@@ -1,6 +1,6 @@
-"""Several ways of asking beside each other: their runs of one date, what their texts add to CTR models, what they cost.
+"""Compares variants of prompts and settings: their runs of one date, the lift of CTR models by their texts, the cost.
 
-A variant is a run with the settings by which models use its texts. Nothing is written.
+A variant is a run with the settings by which CTR models use its texts. Nothing is written.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ MILLION = 1e6
 
 @dataclass(frozen=True)
 class Variant:
-    """A run, and how models use its texts."""
+    """A run, and the settings by which CTR models use its texts."""
 
     name: str
     night: Night
@@ -41,9 +41,9 @@ class Variant:
 
 
 def of_frameworks(settings: Settings, frameworks: Sequence[str]) -> list[Variant]:
-    """The newest runs of a workspace, its experiments' too, whose texts are of these frameworks, of one date.
+    """The newest runs of one date with texts of these frameworks, in a workspace and its experiments.
 
-    Raises WorkspaceError where a framework has none, or none of a date and tables that all have.
+    Raises WorkspaceError if a framework has no run, or the frameworks have no date and tables in common.
     """
     opened = Workspace.open(settings.workspace, create=False)
     runs_of: dict[str | None, list[RunFolder]] = {}
@@ -90,7 +90,7 @@ def framework_of(run: RunFolder) -> str | None:
 
 
 def with_adaptor(options: CtrOptions, framework: str) -> CtrOptions:
-    """The options with a framework's own way to use texts, where it has one."""
+    """The options with the adaptor of a framework, if it has one."""
     return options.model_copy(update={"adaptor": framework}) if framework in get_args(AdaptorName) else options
 
 
@@ -101,7 +101,7 @@ def _variant(name: str, settings: Settings, run_id: str, adaptor: str | None = N
 
 
 def _of_one_date(runs_of: Mapping[str, Sequence[RunFolder]]) -> dict[str, RunFolder]:
-    """For each name the newest run of the newest date and tables that all share; raises WorkspaceError without them."""
+    """By name, the newest run of the newest date and tables that all names share. Raises WorkspaceError if none do."""
     by_place: dict[tuple[str, ...], dict[str, RunFolder]] = {}
     for name, runs in runs_of.items():
         for run in runs:  # the newest last
@@ -121,7 +121,7 @@ def _of_one_date(runs_of: Mapping[str, Sequence[RunFolder]]) -> dict[str, RunFol
 
 
 def _place(manifest: RunManifest) -> tuple[str, ...]:
-    """The date and the digests of the tables on it, which runs must share to be judged on the same rows."""
+    """A run's date and digests of its tables on that date; runs must share them to be judged on the same rows."""
     inputs = (manifest.origin.inputs.get(name, {}) for name in TABLE_NAMES)
     return (str(manifest.date), *(str(facts.get("known_sha256", facts.get("sha256"))) for facts in inputs))
 
@@ -129,7 +129,7 @@ def _place(manifest: RunManifest) -> tuple[str, ...]:
 def compare_variants(variants: Sequence[Variant], tables: EntityTables) -> dict[str, Any]:
     """The lift and the cost of each variant (`_variant_figures`) as plain values, the most lift per hour first.
 
-    `tables` have what came after the date. Raises CtrError as `train_ways` does.
+    `tables` include interactions after the date. Raises CtrError as `train_ways` does.
     """
     from laserbatch.ctr.lift import Way, num_trainings, train_ways  # with torch and scikit-learn
 
@@ -149,7 +149,7 @@ def compare_variants(variants: Sequence[Variant], tables: EntityTables) -> dict[
     costs = {
         variant.name: known_step_cost(variant.night.workspace, variant.night.settings.decoding) for variant in variants
     }
-    costs = {} if None in costs.values() else costs  # all are priced in the same way
+    costs = {} if None in costs.values() else costs  # all variants must be priced in the same way
     rows = [
         _variant_figures(variant, costs.get(variant.name))
         | {"lift": {model: asdict(verdict) for model, verdict in lifts.ways[variant.name].over_none.items()},
@@ -170,10 +170,10 @@ def compare_variants(variants: Sequence[Variant], tables: EntityTables) -> dict[
 
 
 def _variant_figures(variant: Variant, step_cost: StepCost | None) -> dict[str, Any]:
-    """The figures of a variant's texts, and the cost of a million of them, users and items in the shares of the run.
+    """The figures of a variant's texts, and the cost of a million texts with the run's shares of users and items.
 
-    Seconds are those that all workers write side by side: neither their start nor other stages, which a larger night
-    has but once. None where a side wrote nothing in the run.
+    Seconds count the time in which all workers write in parallel, not their start or other stages, which a larger
+    night has only once. Costs are None if the run wrote no texts of a side.
     """
     night = variant.night
     generation, audit = night.manifest.generation, night.manifest.judgement.audit
@@ -204,9 +204,9 @@ def _variant_figures(variant: Variant, step_cost: StepCost | None) -> dict[str, 
 
 
 def cost_of_a_million(night: Night, step_cost: StepCost | None = None) -> float | None:
-    """Seconds of the cluster that a million new texts take, by the steps that the run's took; None of too few.
+    """The seconds that the run's workers need for a million new texts, from the steps and step cost of its texts.
 
-    So what else runs on the machine does not count. Where nothing says what a step costs, they are by the clock.
+    Other load on the machine thus does not count. Without a step cost, wall time is used. None without such figures.
     """
     total, num_entities, workers = 0.0, 0, night.manifest.generation.workers
     for side, figures in night.manifest.generation.sides.items():

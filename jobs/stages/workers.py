@@ -1,4 +1,4 @@
-"""The workers of a night: they start while plans are made, if texts will be written, and serve all of its passes."""
+"""The workers of a night. If texts will be written, they start while plans are made; all stages that write use them."""
 
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
@@ -42,18 +42,18 @@ class NightWorkers:
         self._left.set()
 
     def start(self, spec: WorkerSpec | None) -> None:
-        """Start the cluster and the workers, which load their model, in the background, unless it was started before.
+        """Start the cluster and its workers, which load their model, in the background, unless started before.
 
-        None: the cluster alone.
+        `spec` None: start only the cluster.
         """
         if self._starter is None:
             self._starter = Thread(target=self._enter_cluster, args=(spec,), daemon=True)
             self._starter.start()
 
     def worker_pool(self, spec: WorkerSpec) -> WorkerPool:
-        """The worker pool, configured by `spec`, which may differ from the one before in all but model and pools.
+        """The worker pool, configured by `spec`, which must have the same model and pools as the spec before.
 
-        Raises ClusterFailed if Ray does not start in time, and whatever starting the workers raised.
+        Raises ClusterFailed if Ray does not start in time, and any error of starting the workers.
         """
         self.start(spec)
         if not self._started.done():
@@ -67,12 +67,12 @@ class NightWorkers:
         """End the workers, if they were started; the cluster stays for other tasks."""
         if self._starter is None or not wait([self._started], timeout=self._settings.start_timeout_s).done:
             return
-        # An error of workers that nobody needed is nobody's.
+        # An error at the start of workers that were never used is ignored.
         if self._started.exception() is None and (worker_pool := self._started.result()) is not None:
             worker_pool.shutdown()
 
     def cluster(self) -> WorkerLayout:
-        """The cluster, which is started where it was not; tasks find room once the workers are dismissed."""
+        """The cluster, started if it was not; its tasks find room once the workers are dismissed."""
         self.start(None)
         return self._in_time(self._layout)
 
@@ -82,7 +82,7 @@ class NightWorkers:
             self._cluster.close()
 
     def joined(self) -> WorkerLayout | None:
-        """The cluster, where the night has joined one at an address; one that it has started is this machine."""
+        """The cluster that the night joined at an address; None if the night started its own on this machine."""
         if self._settings.ray_address is None or not self._layout.done() or self._layout.exception() is not None:
             return None
         return self._layout.result()
@@ -96,7 +96,7 @@ class NightWorkers:
         return future.result()
 
     def figures(self, worker_pool: WorkerPool, num_shards: int) -> WorkerFigures:
-        """The workers that `num_shards` shards need, for the manifest."""
+        """The number of workers that `num_shards` shards need, with their layout and price, for the manifest."""
         layout = worker_pool.layout
         num_workers = min(layout.num_workers, num_shards)
         num_gpus = replace(layout, num_workers=num_workers).num_gpus_in_all
@@ -109,14 +109,14 @@ class NightWorkers:
             layout = self._cluster.enter_context(
                 ray_cluster(self._settings, self._workspace, gpus_a_worker, worker_bytes)
             )
-            # The worker that asks a server needs little; other tasks may have all that there is.
+            # The worker that sends requests to a server needs little, so other tasks may use all resources.
             self._layout.set_result(layout if gpus_a_worker else worker_layout(self._settings, cluster_nodes()))
             worker_pool = None
             if spec is not None:
                 worker_pool = WorkerPool(spec, layout, MAX_SHARD_ATTEMPTS, self._settings.start_timeout_s)
                 self._cluster.callback(worker_pool.shutdown)
                 if isinstance(spec, TextSpec) and spec.decoding.drafters:
-                    draft(None, np.empty(0, np.int32), 0)  # compiled here, so that workers find it in numba's cache
+                    draft(None, np.empty(0, np.int32), 0)  # compiled here for numba's cache, from which workers load it
             self._started.set_result(worker_pool)
         except BaseException as error:  # raised in the thread that waits
             for future in (self._layout, self._started):
