@@ -1,7 +1,7 @@
-"""The CTR table: every model, with every variant of knowledge, from every seed, judged on what came after the date.
+"""The CTR table: every model, with every variant of knowledge, from every seed, judged on interactions after the date.
 
-The same seed gives plain texts and the run's own the same weights to begin with and the same row order, and both are
-projected by one basis, so that what a seed does to both cancels in their difference: `equivalence` judges it.
+The same seed gives models of plain texts and of the run's own texts the same initial weights and row order, and both
+share one basis. The effect of a seed thus cancels in their difference, which `equivalence` judges.
 """
 
 import datetime
@@ -26,19 +26,19 @@ from laserbatch.pipeline.storage.figures import CtrFigures, CtrScores, CtrVerdic
 
 logger = logging.getLogger(__name__)
 
-REFERENCES = ("none", "plain")  # variants that a run's own is compared with
-ITEM_RATE = "Item rate"  # no model: each item's share of positives in training, what any model must beat
-RATE_PRIOR = 5  # rows of the mean rate that an item's own are added to
+REFERENCES = ("none", "plain")  # variants that a run's own texts are compared with
+ITEM_RATE = "Item rate"  # the baseline that any model must beat: each item's share of positives in training
+RATE_PRIOR = 5  # this many rows of the mean rate are added to an item's rows
 
-Scores = dict[str, np.ndarray]  # by model as people read it: float32 (num_seeds, num_test)
+Scores = dict[str, np.ndarray]  # by title of the model: float32 (num_seeds, num_test)
 
 
 @dataclass(frozen=True)
 class CtrRow:
     """One training, judged on the test part."""
 
-    model: str  # as people read it ("DIN")
-    variant: str  # which knowledge: "none", "plain", or, of the run's own, its verifier ("relaxed")
+    model: str  # title of the model ("DIN")
+    variant: str  # the knowledge: "none", "plain", or the verifier of the run's own texts ("relaxed")
     seed: int
     best_epoch: int  # epoch (of trees: round) that validation chose
     train_s: float
@@ -47,7 +47,7 @@ class CtrRow:
     logloss: float  # mean binary cross-entropy, nats
     gauc: float | None  # mean AUC within users, weighted by rows
     calibration: float  # mean prediction minus share of positives
-    auc_cold: float | None  # of cold users; None when there are too few of them, or they lack a label
+    auc_cold: float | None  # AUC of cold users; None if they have too few rows, or rows of only one label
 
 
 def train_ctr(
@@ -60,15 +60,15 @@ def train_ctr(
 ) -> CtrFigures:
     """Train and judge every model with every variant of knowledge.
 
-    Raises CtrError where nothing follows the date, one label is missing, or features are of a later date (a leak).
+    Raises CtrError if nothing follows the date, a label is missing, or features are of a later date (a leak).
 
     Parameters
     ----------
-    tables : users, items and interactions, those after `as_of` too.
-    features : `{"none": None, "plain": ..., "relaxed": ...}`; the run's own has the name of its verifier.
+    tables : users, items and interactions, including interactions after `as_of`.
+    features : `{"none": None, "plain": ..., "relaxed": ...}`; the run's own features have the name of its verifier.
     as_of : the date of the run that made the features.
     on_fit : called after each training.
-    versions : of `history: asof`, by variant and side.
+    versions : for `history: asof`, the versions of features by variant and side.
     """
     data = build_dataset(tables, as_of, settings)
     with_knowledge = {variant: of_variant for variant, of_variant in features.items() if of_variant is not None}
@@ -91,7 +91,7 @@ def train_ctr(
 
 
 def describe_split(data: CtrData) -> dict[str, int]:
-    """Rows of each part, and of the test part those of cold users and of users whom training has not seen."""
+    """The number of rows of each part, and of test rows of cold users and of users without training rows."""
     split = {name: len(getattr(data, name)) for name in ("train", "validation", "test")}
     split["test_cold"] = int(data.is_cold[data.test].sum())
     split["test_unseen"] = int((~np.isin(data.users[data.test], data.users[data.train])).sum())
@@ -120,14 +120,14 @@ def train_models(
 
 
 def verdicts(data: CtrData, scores: Scores, others: Scores, settings: CtrSettings) -> dict[str, CtrVerdict]:
-    """Whether texts are as good as others, by model and of all together."""
+    """The verdict whether texts are as good as other texts, for each model and for all models together."""
     labels, users = data.labels[data.test], data.users[data.test]
     pairs = {model: pair(labels, users, scores[model], others[model]) for model in scores}
     return compare_paired(pairs, len(labels), settings.equivalence_margin, settings.confidence)
 
 
 def item_rate(data: CtrData) -> CtrScores:
-    """The smoothed share of positives of each item in training, as a prediction."""
+    """The metrics of a baseline that predicts each item's smoothed share of positives in training."""
     items, labels = data.items[data.train], data.labels[data.train]
     counts = np.bincount(items, minlength=data.num_items)
     rates = (np.bincount(items, labels, data.num_items) + RATE_PRIOR * labels.mean()) / (counts + RATE_PRIOR)
@@ -135,7 +135,7 @@ def item_rate(data: CtrData) -> CtrScores:
 
 
 def _judged(data: CtrData, scores: np.ndarray) -> dict[str, Any]:
-    """The metrics of predictions of the test rows, by the field of a row."""
+    """The metrics of predictions for the test rows, by field name of `CtrRow`."""
     labels, users, is_cold = (of_row[data.test] for of_row in (data.labels, data.users, data.is_cold))
     metrics = measure(labels, scores, users, is_cold)
     figures = {name: getattr(metrics, name) for name in ("auc", "logloss", "gauc", "auc_cold")}
@@ -151,7 +151,7 @@ def summarise(rows: list[CtrRow]) -> list[CtrScores]:
     for (model, variant), of_both in grouped.items():
         scores: dict[str, float | None] = {}
         for name in ("auc", "logloss", "gauc", "calibration", "auc_cold"):
-            values = [getattr(row, name) for row in of_both if getattr(row, name) is not None]  # of all seeds, or none
+            values = [getattr(row, name) for row in of_both if getattr(row, name) is not None]  # of all seeds or none
             scores[name] = statistics.fmean(values) if values else None
             if name not in ("gauc", "calibration"):
                 scores[f"{name}_std"] = statistics.stdev(values) if len(values) > 1 else None

@@ -1,7 +1,7 @@
-"""Tables to arrays that models index: some 55 bytes a row. Vocabularies, bins and known ids are of training rows alone.
+"""Turns tables into arrays that models index, about 55 bytes a row. Only training rows decide vocabularies and bins.
 
-A row is the numbers of its user and item, what was known of both before its moment, and where in one array of liked
-items its user's history lies. What is known of an entity lies in tables by its number, and models gather from them.
+A row has the numbers of its user and item, statistics of both before its moment, and the slice of one array of liked
+items that is its user's history. Fields of entities are in tables by entity number, from which models gather.
 """
 
 import datetime
@@ -14,19 +14,19 @@ from laserbatch.ctr.fields import Encoder, Field, fit_encoders
 from laserbatch.ctr.log import EntityTables, Log, labelled_log, split_by_time
 from laserbatch.ctr.settings import CtrSettings
 
-PRIOR_ROWS = 5  # as many rows of mean rate are added to every entity's own
-LOG_SCALE = 4.0  # log(1 + count) and rates above the mean come to about one
+PRIOR_ROWS = 5  # this many rows of the mean rate are added to every entity's rows
+LOG_SCALE = 4.0  # scales log(1 + count), and rates above the mean, to about one
 PAST_COLUMNS = ("user_count", "user_rate", "item_count", "item_rate", "history_length")
 
 
 @dataclass(frozen=True)
 class ModelRows:
-    """Rows with the fields of their entities: with knowledge all that a model is built of and scores."""
+    """Rows with the fields of their entities: with `Knowledge`, all that a model is built from and scores."""
 
     users: np.ndarray  # int32 (n,)
     items: np.ndarray  # int32 (n,)
-    past: np.ndarray  # float32 (n, len(PAST_COLUMNS)), of what came strictly before the row's moment
-    liked: np.ndarray  # int32 (num_positives,) items, by user, a user's in order of time
+    past: np.ndarray  # float32 (n, len(PAST_COLUMNS)), statistics of rows strictly before the row's moment
+    liked: np.ndarray  # int32 (num_positives,) liked items, grouped by user, in order of time
     starts: np.ndarray  # int32 (n,): `liked[starts:ends]` is the row's history, oldest first
     ends: np.ndarray  # int32 (n,)
     user_fields: tuple[Field, ...]  # codes by entity number
@@ -43,7 +43,7 @@ class CtrData(ModelRows):
 
     times_us: np.ndarray  # int64 (n,)
     labels: np.ndarray  # float32 (n,)
-    is_cold: np.ndarray  # bool (n,), rows of users with little behaviour up to the date
+    is_cold: np.ndarray  # bool (n,), rows of users with few training rows
     train: np.ndarray  # int32 row indices
     validation: np.ndarray
     test: np.ndarray
@@ -54,8 +54,8 @@ class CtrData(ModelRows):
 def build_dataset(tables: EntityTables, as_of: datetime.date, settings: CtrSettings) -> CtrData:
     """Split the interactions at the run's date and turn ids, attributes and histories into numbers.
 
-    Raises CtrError where nothing precedes or follows the date, a part has rows of one label only, so that no AUC
-    exists, the label cannot be told, or an interaction is of an unknown entity.
+    Raises CtrError if nothing precedes or follows the date, a part has rows of only one label, so that it has no AUC,
+    or the label rule does not fit the columns.
     """
     log = labelled_log(tables, as_of, settings)
     parts: dict[str, Any] = split_by_time(log, as_of, settings)
@@ -80,14 +80,14 @@ def rows_before(
     tables: EntityTables, encoders: dict[str, list[Encoder]], log: Log, users: np.ndarray, items: np.ndarray,
     times_us: np.ndarray, max_history: int, prior: float,
 ) -> ModelRows:  # fmt: skip
-    """Rows to score as models see them, (n,) users, items and times: from what the log has strictly before each moment.
+    """Model inputs of (n,) users, items and times, from the rows of the log strictly before each time.
 
-    A row sees neither itself nor anything of its own moment or later, whatever part of the split those rows are in.
-    The same for rows of the log itself and for pairs that somebody asks for.
+    A row sees neither itself nor any row of its moment or later, whatever part of the split those rows are in. Rows of
+    the log and pairs to predict are treated alike.
     """
     moment_of_row = np.cumsum(np.r_[False, log.times_us[1:] != log.times_us[:-1]], dtype=np.int32)
     moments = moment_of_row
-    if times_us is not log.times_us:  # the first moment of the log that is not before each
+    if times_us is not log.times_us:  # the log's first moment at or after each time
         moments = np.append(moment_of_row, moment_of_row[-1] + 1)[np.searchsorted(log.times_us, times_us)]
     num_moments = int(moment_of_row[-1]) + 2
     past = np.empty((len(users), len(PAST_COLUMNS)), np.float32)
@@ -114,9 +114,9 @@ def rows_before(
 def _between(
     sorted_keys: np.ndarray, numbers: np.ndarray, moments: np.ndarray, num_moments: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """For each (entity, moment) where its entity's keys begin and where its moment belongs: int32 (n,) each."""
+    """For each (entity, moment), where the entity's keys begin and where the moment belongs among them: int32 (n,)."""
     keys = numbers.astype(np.int64) * num_moments + moments
-    order = np.argsort(keys)  # neighbours look up neighbours: of 20 million rows ten times as fast
+    order = np.argsort(keys)  # sorted look-ups are ten times as fast for 20 million rows
     ends = np.empty(len(keys), np.int32)
     ends[order] = np.searchsorted(sorted_keys, keys[order])
     firsts = np.searchsorted(sorted_keys, np.arange(int(numbers.max(initial=0)) + 1, dtype=np.int64) * num_moments)

@@ -1,9 +1,9 @@
-"""Whether one text is as good as another: paired AUC differences under new users and new seeds, and a verdict.
+"""Tests whether texts are as good as other texts: paired AUC differences under new users and new seeds, and a verdict.
 
-Knows labels, users and scores of test rows, nothing of models. To first order an AUC under resampled users is a sum
-over users of their weight and influence (the jackknife's limit; of rows: DeLong et al. 1988), so that what a bootstrap
-over users would give is a sum of squares. Seeds are resampled with the users, as readers and cases are in studies of
-many readers (Obuchowski and Rockette 1995). The models are fixed, and the more exact ones count more.
+Knows labels, users and scores of test rows, nothing of models. To first order, an AUC under resampled users is a sum
+over users of weight times influence (the limit of the jackknife; for rows: DeLong et al. 1988), so that the variance of
+a bootstrap over users is a sum of squares. Seeds are resampled together with users, like readers and cases in studies
+with many readers (Obuchowski and Rockette 1995). Models are fixed; models with a smaller variance get more weight.
 """
 
 import math
@@ -17,9 +17,9 @@ from scipy.stats import rankdata
 from laserbatch.pipeline.storage.figures import CtrVerdict
 
 ALL_MODELS = "all"
-MIN_POWER = 0.8  # at which a comparison is large enough
+MIN_POWER = 0.8  # a comparison with this power is large enough
 MAX_SEEDS_ADVISED = 50
-MANY = 1e6  # degrees of freedom of what does not vary
+MANY = 1e6  # degrees of freedom if nothing varies
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class PairedAuc:
 
 
 def auc_influence(labels: np.ndarray, scores: np.ndarray) -> tuple[float, np.ndarray]:
-    """AUC, and each row's influence on it, float64 (n,), which sum to zero.
+    """AUC, and each row's influence on it, float64 (n,); the influences sum to zero.
 
-    With weights w of rows the AUC is, to first order, `auc + (w - 1) @ influence`. `labels` (n,) are 0 and 1.
+    If rows have weights w, the AUC is, to first order, `auc + (w - 1) @ influence`. `labels` (n,) are 0 and 1.
     """
     is_positive = labels == 1
     num_positives, num_negatives = int(is_positive.sum()), int((~is_positive).sum())
     ranks, share = rankdata(scores), np.zeros(len(scores))
-    # Of the rows of the other label the share that this one is ordered rightly with; ties count half.
+    # For each row, the share of rows of the other label that are ranked correctly against it; ties count half.
     share[is_positive] = (ranks[is_positive] - rankdata(scores[is_positive])) / num_negatives
     share[~is_positive] = 1 - (ranks[~is_positive] - rankdata(scores[~is_positive])) / num_positives
     auc = float(share[is_positive].mean())
@@ -60,10 +60,10 @@ def pair(labels: np.ndarray, users: np.ndarray, candidate: np.ndarray, reference
 def compare_paired(
     pairs: Mapping[str, PairedAuc], num_rows: int, margin: float = 0.002, confidence: float = 0.95
 ) -> dict[str, CtrVerdict]:
-    """A verdict on each model, and on "all" of them together, weighted by their variance.
+    """A verdict for each model, and for "all" models together, weighted by their inverse variance.
 
-    "equivalent", "worse", "better" (than the reference, by more than `margin`) or "undecided": by an interval for the
-    mean difference over new users and new seeds; there is none of a single seed. `num_rows`: of the test part.
+    A verdict is "equivalent", "worse", "better" (than the reference, by more than `margin`) or "undecided", by the
+    mean difference's interval over new users and seeds, which a single seed lacks. `num_rows` counts the test rows.
     """
     groups = {model: [of_model] for model, of_model in pairs.items()}
     if pairs:
@@ -75,14 +75,14 @@ def compare_paired(
 class _Spread:
     """The components of the variance of a weighted mean difference, for one seed and the given test rows."""
 
-    seeds: np.ndarray  # (num_models,) of the differences over seeds as they were measured
-    interaction: float  # the part of it that more test rows would lower: users who like one seed's model better
-    users: float  # what is common to all seeds
+    seeds: np.ndarray  # (num_models,) the measured variance over seeds
+    interaction: float  # the part of `seeds` that more test rows would lower: users differ in which seed suits them
+    users: float  # the variance over users that all seeds share
     num_seeds: int
     num_users: int
 
     def variance(self, num_seeds: int | None = None, growth: float = 1.0) -> float:
-        """The variance of the mean with another number of seeds, or with `growth` times as many users and test rows."""
+        """The variance of the mean for another number of seeds, or for `growth` times as many users and test rows."""
         of_seeds = max(self.seeds.sum() - self.interaction, 0.0) + self.interaction / growth
         if growth == 1.0:
             of_seeds = self.seeds.sum()
@@ -111,9 +111,9 @@ def _spread(pairs: list[PairedAuc], weights: np.ndarray) -> _Spread:
 
 
 def _weights(pairs: list[PairedAuc]) -> np.ndarray:
-    """The weight of each model, the inverse of a training's variance over users: (num_models,), which sum to 1.
+    """The weight of each model, proportional to the inverse variance over users: (num_models,), summing to 1.
 
-    Spreads over seeds would be those of a handful of numbers: weighted by them, intervals covered 87 % instead of 95 %.
+    Variances over seeds come from a handful of numbers: with weights from them, intervals covered 87 % instead of 95 %.
     """
     variances = np.array([(of_model.influence**2).sum() / len(of_model.influence) for of_model in pairs])
     inverse = 1 / np.maximum(variances, max(variances.max() * 1e-6, 1e-30))
@@ -160,13 +160,13 @@ def _power(
 
 
 def _seeds_needed(spread: _Spread, margin: float, confidence: float) -> int | None:
-    """Seeds with which, on the same test rows, the power is as wanted; None where no number of them is enough."""
+    """The number of seeds that gives MIN_POWER on the same test rows; None if up to MAX_SEEDS_ADVISED do not."""
     tried = range(2, MAX_SEEDS_ADVISED + 1)
     return next((num for num in tried if _power(spread, margin, confidence, num) >= MIN_POWER), None)
 
 
 def _rows_needed(spread: _Spread, num_rows: int, margin: float, confidence: float) -> int | None:
-    """Test rows, of more users of the same kind, with which the power is as wanted; None as above."""
+    """The number of test rows, of more users of the same kind, that gives MIN_POWER; None if no tried number does."""
     for growth in 2 ** np.arange(-3, 10, 0.25):
         if _power(spread, margin, confidence, growth=growth) >= MIN_POWER:
             return int(np.ceil(num_rows * growth))

@@ -8,4 +8,4 @@ class CtrError(LaserbatchError):
 
 
 class NothingToJudge(CtrError):
-    """Too little follows the date, yet: a later day, or an earlier date, may do."""
+    """Too few interactions follow the date yet: waiting, or an earlier date, may help."""

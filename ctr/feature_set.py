@@ -1,6 +1,6 @@
-"""Feature tables of a run, read, checked and aligned with the entities.
+"""Reads and checks the feature tables of a run, and aligns them with the entities.
 
-The check of provenance is here: a feature made from a text of a later date than the run's has seen the test period.
+It also checks provenance: a feature from a text of a later date than the run's has seen the test period.
 """
 
 import dataclasses
@@ -24,19 +24,19 @@ FeatureSet = dict[str, pa.Table]  # features of both sides, as `pipeline.encodin
 
 @dataclass(frozen=True)
 class SideVectors:
-    """Features of one side, one row an entity of the entity table."""
+    """Features of one side, one row for each entity of the entity table."""
 
-    vectors: np.ndarray  # float32 (num_entities, dim), zeros where there is none
-    codes: np.ndarray  # int32 (num_entities, num_levels): 0 none, then 1 + the id of each level of clusters
-    num_codes: np.ndarray  # int64 (num_levels,): codes are below these
-    num_missing: int = 0  # entities that have no features
-    num_foreign: int = 0  # features of ids that are no entity
+    vectors: np.ndarray  # float32 (num_entities, dim), zeros without features
+    codes: np.ndarray  # int32 (num_entities, num_levels): 1 + the cluster id of each level; 0 without features
+    num_codes: np.ndarray  # int64 (num_levels,): the codes of a level are below this
+    num_missing: int = 0  # number of entities without features
+    num_foreign: int = 0  # number of features whose id is not in the entity table
 
 
 def read_feature_set(folder: Path) -> FeatureSet:
     """Read the files of `user/` and `item/`, or the single files `user.parquet` and `item.parquet` of earlier versions.
 
-    Raises CtrError when there are none of a side, or of another version.
+    Raises CtrError if a side has no files, or files of another version.
     """
     tables = {}
     for side in SIDES:
@@ -61,12 +61,12 @@ def _read_part(path: Path, side: str) -> pa.Table:
             check_feature_schema(file.schema_arrow, side)
             # In batches: vectors of one chunk could not hold more than 2^31 numbers.
             return pa.Table.from_batches(file.iter_batches(), file.schema_arrow)
-    except (OSError, ValueError) as error:  # what Arrow raises about a damaged file is one of them
+    except (OSError, ValueError) as error:  # Arrow raises one of them for a damaged file
         raise CtrError(f"{path}: {error}. Make features again: `laserbatch nightly --date D --force`") from None
 
 
 def check_provenance(features: FeatureSet, as_of: datetime.date) -> None:
-    """Refuse features whose text may have seen interactions after `as_of`: a row's run is of a later or no date."""
+    """Raise CtrError if a feature's text may have seen interactions after `as_of`: its run has a later or no date."""
     for side, table in features.items():
         for run_id in pc.unique(table["run_id"]).to_pylist():
             try:
@@ -82,9 +82,9 @@ def check_provenance(features: FeatureSet, as_of: datetime.date) -> None:
 
 
 def align(features: pa.Table, side: str, entity_ids: pa.Array) -> SideVectors:
-    """A side's feature table in the order of the ids of the entity table, vectors as they are.
+    """A side's feature table in the order of the entity table's ids, with unchanged vectors.
 
-    Raises CtrError where ids are of another type or there twice, or a vector holds what is no number.
+    Raises CtrError if ids have another type or occur twice, or a vector has a value that is not finite.
     """
     ids = features[f"{side}_id"].combine_chunks()
     if ids.type != entity_ids.type:
@@ -121,19 +121,19 @@ def align(features: pa.Table, side: str, entity_ids: pa.Array) -> SideVectors:
 
 @dataclass(frozen=True)
 class Basis:
-    """The reduction of vectors: each side's mean, and the largest principal directions of both sides together.
+    """Reduces vectors: each side's mean, and the largest principal directions of both sides together.
 
-    One basis for both sides, so that what a user's text and an item's text share stays comparable.
+    Both sides share the directions, so that vectors of users and items stay comparable.
     """
 
     user_mean: np.ndarray  # float32 (dim,)
     item_mean: np.ndarray
     directions: np.ndarray  # float64 (dim, reduced_dim), scaled so that coordinates have mean square one
-    num_user_codes: np.ndarray  # int64 (num_levels,): codes are below these; others become none
+    num_user_codes: np.ndarray  # int64 (num_levels,): higher codes become 0
     num_item_codes: np.ndarray
 
     def reduce(self, sides: dict[str, SideVectors]) -> dict[str, SideVectors]:
-        """Vectors float32 (num_entities, reduced_dim); rows of zeros stay zeros. Raises CtrError on another width."""
+        """Reduce vectors to float32 (num_entities, reduced_dim); zeros stay zeros. Raises CtrError on another width."""
         reduced = {}
         for side, of_side in sides.items():
             mean, num_codes = getattr(self, f"{side}_mean"), getattr(self, f"num_{side}_codes")
@@ -151,11 +151,11 @@ class Basis:
 
 
 def fit_basis(variants: dict[str, dict[str, SideVectors]], is_trained: dict[str, np.ndarray], max_dim: int) -> Basis:
-    """A basis of at most `max_dim` directions for the vectors of several variants, by variant and side.
+    """Fit a basis of at most `max_dim` directions to the vectors of several variants, given by variant and side.
 
-    One for all of them, so that equal vectors of two variants stay equal; cluster codes are as many as the variant has
-    that has most, so that networks of all variants have one shape, and from one seed the same weights. Entities of
-    training rows alone (`is_trained`, bool (num_entities,) of each side) decide. Raises CtrError where widths differ.
+    All variants share it, so that equal vectors of two variants stay equal. The number of cluster codes is the maximum
+    over variants, so that the networks of all variants have the same shape and, from one seed, the same weights. Only
+    entities of training rows (`is_trained`, bool (num_entities,) by side) count. Raises CtrError if widths differ.
     """
     dims = {of_side.vectors.shape[1] for sides in variants.values() for of_side in sides.values()}
     if len(dims) > 1:
@@ -172,7 +172,7 @@ def fit_basis(variants: dict[str, dict[str, SideVectors]], is_trained: dict[str,
         num_codes[side] = np.max([of_side.num_codes for of_side in aligned], axis=0)
     variances, directions = np.linalg.eigh(covariance)
     variances, directions = variances[::-1][:max_dim], directions[:, ::-1][:, :max_dim]  # largest first
-    # The signs of eigenvectors are free; fixed here, so that the same vectors give the same coordinates.
+    # The signs of eigenvectors are arbitrary; they are fixed so that the same vectors give the same coordinates.
     directions = directions * np.sign(directions[np.abs(directions).argmax(axis=0), np.arange(directions.shape[1])])
     directions = np.ascontiguousarray(directions / np.sqrt(max(variances.mean(), 1e-12)))
     return Basis(mean["user"], mean["item"], directions, num_codes["user"], num_codes["item"])

@@ -1,7 +1,7 @@
-"""Ids and attribute columns as small integers, by vocabularies and bins that training rows alone decide.
+"""Encodes ids and attribute columns as small integers, by vocabularies and bins of the training rows.
 
-Code 0 is "absent" (padding, null), code 1 "unknown" (rare or never seen in training), known values follow. An entity
-that training never saw gets codes from its attributes like any other; only its id is unknown.
+Code 0 is "absent" (padding, null), code 1 "unknown" (rare or never seen in training); known values follow. An entity
+that training never saw gets codes for its attributes like any other; only its id is unknown.
 """
 
 import logging
@@ -16,25 +16,25 @@ import pyarrow.types as pt
 from laserbatch.ctr.errors import CtrError
 
 ABSENT, UNKNOWN, NUM_RESERVED = 0, 1, 2
-NUM_BINS = 10  # quantiles of a number
-MAX_DISTINCT_SHARE = 0.5  # a text column with more distinct values is no category
-MIN_ENTITIES_TO_JUDGE = 20  # with fewer, "nearly all values distinct" says nothing
+NUM_BINS = 10  # quantile bins of a numeric column
+MAX_DISTINCT_SHARE = 0.5  # a text column with a larger share of distinct values is not a category
+MIN_ENTITIES_TO_JUDGE = 20  # with fewer values, the share of distinct values is not judged
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Field:
-    """One categorical input of a side: a column's."""
+    """A column of a side as a categorical input."""
 
     name: str
-    codes: np.ndarray  # int32 (num_entities, num_slots); of a list column as many slots as its longest list
+    codes: np.ndarray  # int32 (num_entities, num_slots); for a list column, num_slots is its longest list's length
     num_codes: int  # codes are below this
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """How a column becomes codes: by its vocabulary, of values in the order of their codes, or by edges of bins."""
+    """Encodes a column: by its vocabulary, which has the values in the order of their codes, or by edges of bins."""
 
     name: str
     kind: Literal["category", "bag", "bins"]  # an id is a category
@@ -42,7 +42,7 @@ class Encoder:
     edges: tuple[float, ...] = ()
 
     def encode(self, table: pa.Table) -> Field:
-        """A table's column as a field. Raises CtrError where it is not there, or of another type than in training."""
+        """Encode a table's column. Raises CtrError if it is missing, or has another type than in training."""
         if self.name not in table.schema.names:
             raise CtrError(f"the tables have no column {self.name!r}, which the model was trained with")
         column = table[self.name].combine_chunks()
@@ -63,13 +63,13 @@ class Encoder:
 
 
 def fit_encoders(table: pa.Table, id_column: str, num_seen: np.ndarray, min_seen: int) -> list[Encoder]:
-    """Encoders of an entity table's columns, in the types that tables are read in; the id's is the first.
+    """Fit encoders for the columns of an entity table, in the types in which tables are read; the id's comes first.
 
-    Strings and booleans become categories, lists of strings bags of their elements (a path's levels), numbers quantile
-    bins. Timestamps, and text columns whose values are nearly all distinct (titles, descriptions), are left out.
+    Strings and booleans become categories, lists of strings bags of their elements (such as levels of a path), numbers
+    quantile bins. Timestamps, and text columns with mostly distinct values (titles, descriptions), are left out.
 
-    `num_seen` int (num_rows,) are an entity's training interactions: those with any decide vocabularies and bins, and
-    ids are known from `min_seen` on.
+    `num_seen`, int (num_rows,), is the number of training interactions of each entity: entities with any decide
+    vocabularies and bins; an id is known if it has `min_seen` or more.
     """
     ids = table[id_column].combine_chunks()
     encoders = [Encoder(id_column, "category", ids.filter(pa.array(num_seen >= min_seen)))]
@@ -107,13 +107,13 @@ def _fit(name: str, trained: pa.Array) -> Encoder | None:
 
 
 def _vocabulary(values: pa.Array) -> pa.Array:
-    """Distinct values, sorted, so that row order does not show."""
+    """The distinct values, sorted, so that they do not depend on row order."""
     distinct = pc.unique(values.drop_null())
     return distinct.take(pc.sort_indices(distinct))
 
 
 def _codes(values: pa.Array, vocabulary: pa.Array) -> np.ndarray:
-    """Code of each value, int32 (n,)."""
+    """The code of each value, int32 (n,)."""
     codes_or_null = pc.add(pc.index_in(values, vocabulary), pa.scalar(NUM_RESERVED, pa.int32()))
     codes = pc.if_else(pc.is_null(values), pa.scalar(ABSENT, pa.int32()), pc.fill_null(codes_or_null, UNKNOWN))
     return codes.to_numpy(zero_copy_only=False).astype(np.int32)

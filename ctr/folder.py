@@ -1,12 +1,12 @@
-"""The folder of a trained model: all that scores pairs again, in files that run no code when they are read.
+"""The folder of a trained model: everything that scoring needs, in files that run no code when they are read.
 
-    model.safetensors | model.txt    weights of a network, or LightGBM's own text
-    model.json                       which model, settings, seed, date, encoders; where it comes from; checksums
+    model.safetensors | model.txt    weights of a network, or LightGBM's text format
+    model.json                       model, settings, seed, date, encoders, provenance, checksums
     vocabularies/<side>.<column>.parquet    values in the order of their codes; in names `/` is %2F and `%` is %25
-    basis.safetensors                what knowledge vectors are reduced by; without knowledge it is not there
-    metrics.json                     of the test rows
+    basis.safetensors                the basis that reduces knowledge vectors; missing without knowledge
+    metrics.json                     metrics of the test rows
 
-Vectors of entities are not in it: they are those of a run's features, old or new, of the same encoder.
+The folder holds no vectors of entities: they come from the features of any run with the same encoder.
 """
 
 import datetime
@@ -53,10 +53,10 @@ class ModelCard:
     prior: float
     encoders: dict[str, list[Encoder]]
     basis: Basis | None
-    provenance: dict[str, Any]  # run ids, hashes, where features and tables lay
+    provenance: dict[str, Any]  # run ids, hashes, and the paths of features and tables
 
     def write(self, folder: Path, training: Training, metrics: Metrics) -> None:
-        """Write everything into a folder that is there and empty."""
+        """Write everything into an existing, empty folder."""
         if self.model == "gbdt":
             training.model.save_model(folder / "model.txt", num_iteration=training.best_epoch)
         else:
@@ -85,13 +85,13 @@ class ModelCard:
         }
         (folder / "model.json").write_text(json.dumps(card, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         for path in folder.glob("*.safetensors"):
-            shutil.copymode(folder / "model.json", path)  # the library makes it its owner's alone, whatever the umask
+            shutil.copymode(folder / "model.json", path)  # the library ignores the umask
         judged = asdict(metrics) | {"validation_auc": training.validation_auc, "num_test": len(training.scores)}
         (folder / "metrics.json").write_text(json.dumps(judged, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Raises CtrError where the folder is none of this version, or damaged."""
+        """Read a folder. Raises CtrError if it is damaged, or not a model folder of this version."""
         try:
             card = json.loads((folder / "model.json").read_text(encoding="utf-8"))
             if card["format_version"] != FORMAT_VERSION:
@@ -139,9 +139,9 @@ def score(
     items: np.ndarray,
     times_us: np.ndarray,
 ) -> np.ndarray:
-    """Probabilities of pairs, by what the log has before their moments: float64 (n,).
+    """Predict probabilities of pairs, float64 (n,), from the log before their moments.
 
-    `users` and `items` int32 (n,) are rows of the entity tables, `times_us` int64 (n,). Raises CtrError where the
+    `users` and `items`, int32 (n,), are rows of the entity tables; `times_us` is int64 (n,). Raises CtrError if the
     features do not fit the model.
     """
     knowledge = None

@@ -1,7 +1,7 @@
-"""The LightGBM baseline: the same rows, fields, histories and knowledge, as columns that are made a block at a time.
+"""The LightGBM baseline: the same rows, fields, histories and knowledge, as columns that are built block by block.
 
-A tree cannot multiply, so products that the networks can form are given to it ready-made: how alike the target is to
-the user's history and to the user's knowledge. Rates before the row stand for the embeddings of ids.
+A tree cannot multiply, so it gets the products that networks can form as columns: the similarity of the target to the
+user's history and to the user's knowledge. Rates before the row replace the embeddings of ids.
 """
 
 from collections.abc import Iterator
@@ -19,24 +19,24 @@ BLOCK_ROWS = 65_536
 
 
 class GbdtColumns:
-    """Columns of rows of a data set, made when they are asked for; LightGBM keeps a byte of each."""
+    """The columns of a data set's rows, built on demand; LightGBM stores one byte per value."""
 
     def __init__(self, data: ModelRows, knowledge: Knowledge | None) -> None:
         self._data, self._knowledge = data, knowledge
-        self._sides = (data.user_fields[1:], data.users), (data.item_fields[1:], data.items)  # rates stand for the ids
+        self._sides = (data.user_fields[1:], data.users), (data.item_fields[1:], data.items)  # rates replace ids
 
     @property
     def categorical(self) -> list[int]:
-        """Numbers of the columns that are categories."""
+        """The numbers of the columns that are categories."""
         are_categories = [[is_category] * part.shape[1] for part, is_category in self._parts(np.empty(0, np.int64))]
         return np.flatnonzero(np.concatenate(are_categories)).tolist()
 
     def __call__(self, rows: np.ndarray) -> np.ndarray:
-        """Columns of some rows, of which callers ask for BLOCK_ROWS at a time: float32 (len(rows), num_columns)."""
+        """The columns of some rows, float32 (len(rows), num_columns); callers pass at most BLOCK_ROWS rows."""
         return np.hstack([part for part, _ in self._parts(rows)], dtype=np.float32, casting="unsafe")
 
     def _parts(self, rows: np.ndarray) -> Iterator[tuple[np.ndarray, bool]]:
-        """Neighbouring columns (len(rows), any), and whether they are categories."""
+        """Yield groups of neighbouring columns (len(rows), any), and whether they are categories."""
         data = self._data
         for fields, numbers in self._sides:
             for field in fields:
@@ -60,14 +60,14 @@ class GbdtColumns:
 
 
 def fit_gbdt(columns: GbdtColumns, data: CtrData, seed: int):
-    """A booster trained on the training rows; its `best_iteration` is the round that validation chose by AUC.
+    """Train a booster on the training rows; its `best_iteration` is the round with the best validation AUC.
 
-    Raises CtrError where LightGBM, or the system library that it needs, is not installed.
+    Raises CtrError if LightGBM, or the system library that it needs, is not installed.
     """
     lightgbm = _lightgbm()
 
     class Blocks(lightgbm.Sequence):
-        """Rows of one part, as LightGBM asks for them: some by one, in order, to choose bins, and then all."""
+        """Rows of one part for LightGBM, which first reads some rows one by one, in order, to choose bins, then all."""
 
         batch_size = BLOCK_ROWS
 
@@ -83,7 +83,7 @@ def fit_gbdt(columns: GbdtColumns, data: CtrData, seed: int):
             if not self._start <= index < self._start + len(self._block):
                 self._start = index - index % BLOCK_ROWS
                 self._block = columns(self._rows[self._start : self._start + BLOCK_ROWS])
-            return self._block[index - self._start].astype(np.float64)  # as it asks for
+            return self._block[index - self._start].astype(np.float64)  # the type that LightGBM expects
 
     parameters = {
         "objective": "binary",
@@ -121,12 +121,12 @@ def _lightgbm():
 
 
 def load_gbdt(path: Path):
-    """A booster from LightGBM's text."""
+    """Load a booster from a file in LightGBM's text format."""
     return _lightgbm().Booster(model_file=path)
 
 
 def predict_gbdt(booster, columns: GbdtColumns, rows: np.ndarray) -> np.ndarray:
-    """Probabilities of rows: float64 (len(rows),)."""
+    """Predict the probabilities of rows: float64 (len(rows),)."""
     starts = range(0, len(rows), BLOCK_ROWS)
     parts = [booster.predict(columns(rows[start : start + BLOCK_ROWS])) for start in starts]
     return np.concatenate(parts) if parts else np.zeros(0)
@@ -135,7 +135,7 @@ def predict_gbdt(booster, columns: GbdtColumns, rows: np.ndarray) -> np.ndarray:
 def _share_of_history_alike(
     codes: np.ndarray, items: np.ndarray, liked: np.ndarray, row_of_liked: np.ndarray
 ) -> np.ndarray:
-    """Mean share of the target's values of one field that an item of the history has too."""
+    """The share of the target's values of a field that a history item has too, averaged over the history."""
     target = codes[items]  # (n, num_slots)
     of_target, of_liked = target[row_of_liked], codes[liked]
     num_alike = np.zeros(len(liked))

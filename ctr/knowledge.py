@@ -1,8 +1,8 @@
-"""What runs know of entities, as models take it: vectors by one basis, codes; and, where asked for, as of each row.
+"""Brings features of runs into the form that models take: vectors in one basis, and codes; if wanted, as of each row.
 
-With `history: asof` a training row sees the newest features that are older than its day, not those of the run, whose
-texts have seen what it is asked for. Each version that a row sees becomes an entity of its own, behind the others, with
-the fields of the one that it is a version of; so models need not know.
+With `history: asof` a training row sees the newest features that are older than its day, not the run's features, whose
+texts may have seen the row's label. Each version that a row sees becomes an additional entity, after the others, with
+the fields of its original; so models need no change.
 """
 
 import datetime
@@ -32,10 +32,10 @@ class FeatureVersions(Protocol):
     @property
     def vectors(self) -> np.ndarray: ...  # float32 (n, dim)
     @property
-    def codes(self) -> np.ndarray: ...  # int32 (num_versions, num_levels), -1 where they do not compare
+    def codes(self) -> np.ndarray: ...  # int32 (num_versions, num_levels), -1 if codes are not comparable
 
     def of(self, ids: pa.Array, days: np.ndarray) -> np.ndarray:
-        """The newest version of each id that is older than a day since 1970: int64 (n,), -1 without one."""
+        """For each id, the newest version that is older than its day (days since 1970): int64 (n,), -1 without one."""
         ...
 
 
@@ -51,9 +51,9 @@ class Knowledge:
 def build_knowledge(
     tables: EntityTables, data: CtrData, variants: Mapping[str, FeatureSet], as_of: datetime.date, settings: CtrSettings
 ) -> dict[str, Knowledge]:
-    """Features of each variant, aligned with the entities and reduced by one basis.
+    """The features of each variant, aligned with the entities and reduced by one basis.
 
-    Raises CtrError when they are of a later date, of another id type, twice for an id, not finite, or of encoders of
+    Raises CtrError if features have a later date, another id type, an id twice, values that are not finite, or
     different widths.
     """
     if not variants:
@@ -70,17 +70,17 @@ def build_knowledge(
 
 
 def align_sides(tables: EntityTables, features: FeatureSet) -> dict[str, SideVectors]:
-    """Features of both sides in the order of the entity tables. Raises CtrError as `align` does."""
+    """The features of both sides in the order of the entity tables. Raises CtrError as `align` does."""
     return {side: align(features[side], side, ids) for side, ids in ids_of(tables).items()}
 
 
 def join_as_of(
     tables: EntityTables, data: CtrData, knowledge: Knowledge, versions: Mapping[Side, FeatureVersions]
 ) -> tuple[CtrData, Knowledge]:
-    """The same rows, of which those of training see what was known before their day; histories keep the run's own.
+    """The same rows, but training rows see only features that are older than their day; histories keep the run's.
 
-    Users and items of the result are numbers of versions: the table's, with the run's features, come first. A row
-    without older features sees none. Raises CtrError where that is so of all rows.
+    Entities of the tables, with the run's features, come first in the result, then the versions; users and items of
+    training rows are numbers of versions. A row without older features sees none. Raises CtrError if no row has any.
     """
     days = data.times_us[data.train] // DAY_US
     numbers, fields, extra, num_without = {}, {}, {}, {}

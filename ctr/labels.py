@@ -1,4 +1,4 @@
-"""Which interactions are positives: a rule of one comparison, never evaluated as code; and negatives where none are."""
+"""Labels interactions as positives by a rule of one comparison, which is never run as code, and samples negatives."""
 
 import logging
 import re
@@ -24,7 +24,7 @@ COMPARISONS = {
 IS_VALUED = "is not null"
 RULE = re.compile(rf"\s*(\w+)\s*(?:({IS_VALUED})|({'|'.join(COMPARISONS)})\s*(\S.*?))?\s*", re.ASCII)
 NUMBER = re.compile(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?")
-NUM_ROUNDS = 30  # drawings until a sampled negative is none of the user's own items
+NUM_ROUNDS = 30  # maximum number of draws until a sampled negative is not one of the user's items
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class LabelRule:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises CtrError on what is no rule."""
+        """Parse a rule. Raises CtrError if `text` is not a rule."""
         match = RULE.fullmatch(text)
         if match is None:
             raise CtrError(
@@ -53,9 +53,9 @@ class LabelRule:
         return cls(text, column, is_valued or comparison, None if value is None else _value(value, text))
 
     def labels(self, column: pa.Array) -> pa.Array:
-        """Whether each is a positive: bool (n,), null where the column is null and the rule does not ask for that.
+        """Whether each row is a positive: bool (n,); null if the value is null, unless the rule is about null.
 
-        Raises CtrError where the column's type cannot be compared.
+        Raises CtrError if the rule does not fit the column's type.
         """
         if self.comparison == IS_VALUED:
             return pc.is_valid(column)
@@ -75,7 +75,7 @@ class LabelRule:
 
     @property
     def least_rating(self) -> float | None:
-        """The rating from which on a row is a positive, where that is the rule."""
+        """The lowest positive rating if the rule is `rating >= NUMBER`, otherwise None."""
         is_limit = self.column == "rating" and self.comparison == ">="
         return float(self.value) if is_limit and isinstance(self.value, (int, float)) else None
 
@@ -93,12 +93,12 @@ def _value(text: str, rule: str) -> float | bool | str:
 def sample_negatives(
     users: np.ndarray, items: np.ndarray, num_train: int, num_items: int, per_positive: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Items that their users never met, in the log before or after, as negatives of the moments of positives.
+    """Sample items that a positive's user never met, earlier or later in the log, as negatives of the same moment.
 
-    Candidates of training rows, the first `num_train`, are the items of those; of later rows those of the whole log.
-    All are drawn alike. A user who met nearly all items may get fewer.
+    For training rows, the first `num_train`, candidates are the items of training rows; for later rows, all items of
+    the log. All candidates are equally likely. A user who met nearly all items may get fewer negatives.
 
-    Returns the row of the positive that each stands beside, int64 (m,) ascending, and its item, int32 (m,).
+    Returns for each negative the row of its positive, int64 (m,) ascending, and its item, int32 (m,).
     """
     rng = np.random.default_rng(seed)
     met = np.unique(users.astype(np.int64) * num_items + items)

@@ -1,4 +1,4 @@
-"""Layers that networks share: entity embeddings, MLP, Dice; and rows as networks take them."""
+"""Layers that the networks share (entity embeddings, MLP, Dice), and the batch of rows that networks take."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from torch import nn
 
 from laserbatch.ctr.fields import Field
 
-MIN_SPARSE_ROWS = 1_000_000  # of a table, from which on sparse steps of 8,192 rows take less: 18 beside 21 ms (CPU)
-EMBEDDING_STD = 0.01  # what training did not move says little; with 0.2 ids are noise to test rows, and AUC lower
+MIN_SPARSE_ROWS = 1_000_000  # tables of this size have sparse gradients: a step of 8,192 rows takes 18, not 21 ms (CPU)
+EMBEDDING_STD = 0.01  # small, so that untrained ids stay near 0; with 0.2 they are noise in test rows, and AUC is lower
 
 
 class EntityEmbedding(nn.Module):
-    """Embedding of an entity's fields, by entity number; a bag of several codes is their mean.
+    """Embeds the fields of an entity, given by number; a field of several codes is the mean of their embeddings.
 
-    A table of many rows has sparse gradients: a step then costs what its batch touches, not what there is.
+    A large table has sparse gradients: the cost of a step then depends on the rows of its batch, not on the table.
     """
 
     codes: torch.Tensor  # int32 (num_entities, num_slots)
@@ -83,15 +83,15 @@ def mlp(
 
 @dataclass(frozen=True)
 class CtrBatch:
-    """Rows as a model takes them; histories one behind the other, without padding.
+    """A batch of rows for a network; histories are concatenated without padding.
 
-    Items are places in `distinct`, so that each is embedded once: popular ones are in many histories.
+    `items` and `liked` index `distinct`, so that each item is embedded once: popular items are in many histories.
     """
 
     users: torch.Tensor  # int64 (batch,)
-    distinct: torch.Tensor  # int64 (num_distinct,) items of rows and histories
+    distinct: torch.Tensor  # int64 (num_distinct,) item numbers of rows and histories
     items: torch.Tensor  # int64 (batch,)
     past: torch.Tensor  # float32 (batch, num_past_columns)
-    liked: torch.Tensor  # int64 (num_liked,) of all histories
-    offsets: torch.Tensor  # int64 (batch,): where each row's begin
-    rows: torch.Tensor  # int64 (num_liked,): whose each is
+    liked: torch.Tensor  # int64 (num_liked,) liked items of all histories
+    offsets: torch.Tensor  # int64 (batch,): where each row's history begins in `liked`
+    rows: torch.Tensor  # int64 (num_liked,): the row of each liked item

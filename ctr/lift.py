@@ -1,8 +1,8 @@
-"""What each of several ways of asking adds to CTR models: all are trained and judged on the same rows, from one date.
+"""The lift of CTR models by several ways of writing and using texts, all trained and judged on the same rows.
 
-A way has its own texts, its own settings of how they are used, and its own basis, as it would have alone, so that ways
-may have different encoders. What differs in more than the use of texts is compared with models without texts of its
-own settings; the rows, the models and the seeds are those of all, so that every difference is a paired one.
+A way has its own texts, settings and basis, as it would have alone, so ways may have different encoders. Each way is
+compared with models without texts under its settings; ways whose settings differ only in the use of texts share these.
+Rows, models and seeds are the same for all ways, so that every difference is paired.
 """
 
 import datetime
@@ -19,14 +19,14 @@ from laserbatch.ctr.log import EntityTables
 from laserbatch.ctr.settings import CtrOptions, CtrSettings
 from laserbatch.pipeline.storage.figures import CtrScores, CtrVerdict
 
-# Settings that decide which rows judge, by how many trainings, and what counts as a difference.
+# Settings that decide the test rows, the number of trainings, and what counts as a difference.
 JUDGED_BY = ("models", "num_seeds", "label", "equivalence_margin")
-USE_OF_TEXTS = {"adaptor", "vector_dim", "history"}  # settings that models without texts do not see
+USE_OF_TEXTS = {"adaptor", "vector_dim", "history"}  # settings that do not affect models without texts
 
 
 @dataclass(frozen=True)
 class Way:
-    """Texts, as features, and how models use them; `versions` by side, where `history` is asof."""
+    """Texts, as features, and the settings by which models use them; `versions` by side if `history` is asof."""
 
     features: FeatureSet
     settings: CtrSettings
@@ -35,15 +35,15 @@ class Way:
 
 @dataclass(frozen=True)
 class Lift:
-    """The lift of a way: verdicts on AUC against none, by model and for "all", and the rows they compare."""
+    """The lift of a way: verdicts on AUC compared with no texts, by model and for "all", and the compared rows."""
 
     over_none: dict[str, CtrVerdict]
-    rows: list[CtrScores]  # of the way, and of its models without texts ("none")
+    rows: list[CtrScores]  # scores of the models without texts ("none") and of the way's models
 
 
 @dataclass(frozen=True)
 class Lifts:
-    """The lift of every way, and the verdict on all models of each pair, by (way, other way)."""
+    """The lift of every way, and for each pair (way, other way) the verdict over all models."""
 
     split: dict[str, int]
     item_rate: CtrScores
@@ -59,7 +59,7 @@ def train_ways(
 ) -> Lifts:
     """Train and judge every model with every way, and once without texts.
 
-    Raises CtrError as `train_ctr` does, and where settings of ways differ that decide by what they are judged.
+    Raises CtrError as `train_ctr` and `require_same_judgement` do.
     """
     require_same_judgement({name: way.settings for name, way in ways.items()})
     margin = next(iter(ways.values())).settings
@@ -87,13 +87,13 @@ def train_ways(
 
 
 def num_trainings(ways: Mapping[str, Way]) -> int:
-    """How many `train_ways` makes."""
+    """The number of trainings of `train_ways`."""
     settings = next(iter(ways.values())).settings
     return (len(ways) + len(_alike_without_texts(ways))) * len(settings.models) * settings.num_seeds
 
 
 def require_same_judgement(settings: Mapping[str, CtrOptions]) -> None:
-    """Raise CtrError where settings of ways differ in what decides by which rows and trainings they are judged."""
+    """Raise CtrError if the settings that decide on which rows, and by which trainings, ways are judged differ."""
     for key in JUDGED_BY:
         values_by_way = {name: getattr(of_way, key) for name, of_way in settings.items()}
         if len(set(values_by_way.values())) > 1:
@@ -104,7 +104,7 @@ def require_same_judgement(settings: Mapping[str, CtrOptions]) -> None:
 
 
 def _alike_without_texts(ways: Mapping[str, Way]) -> list[list[str]]:
-    """Names of ways in groups whose models without texts are the same."""
+    """Group the names of ways whose models without texts are the same."""
     groups: dict[str, list[str]] = {}
     for name, way in ways.items():
         groups.setdefault(way.settings.model_dump_json(exclude=USE_OF_TEXTS), []).append(name)

@@ -1,7 +1,7 @@
-"""The log of interactions that models are trained and judged on: read as a stream, labelled, split by time.
+"""Reads, labels and splits the log of interactions on which models are trained and judged.
 
-Nothing is drawn at random but negatives, where every interaction is a positive: the knowledge of a date was made from
-what was known at the end of that day, so only what comes later may judge.
+The split is by time, never random: the knowledge of a date was made from what was known at the end of that day, so only
+later interactions may judge it. Only negatives are drawn at random, if every interaction is a positive.
 """
 
 import datetime
@@ -19,15 +19,15 @@ from laserbatch.ctr.feature_set import SIDES
 from laserbatch.ctr.labels import LabelRule, sample_negatives
 from laserbatch.ctr.settings import CtrSettings
 
-BATCH_ROWS = 1 << 20  # of interactions that are read at once
-SPLIT_TRAIN_SHARE = 0.5  # of what comes after the date, with `history: split`
+BATCH_ROWS = 1 << 20  # interactions that are read at once
+SPLIT_TRAIN_SHARE = 0.5  # training share of the rows after the date, with `history: split`
 
 logger = logging.getLogger(__name__)
 
 
 class EntityTables(Protocol):
-    """What is needed of the input tables, in the types that ids and times are read in; interactions are a table, or are
-    streamed by methods as a data set has."""
+    """The input tables, with ids and times in the types in which they are read; interactions are a table or a stream
+    with the methods of an Arrow data set."""
 
     @property
     def users(self) -> pa.Table: ...
@@ -42,7 +42,7 @@ class EntityTables(Protocol):
 
 @dataclass(frozen=True)
 class Log:
-    """Labelled interactions in order of time; of one moment by user and item."""
+    """Labelled interactions in order of time, then of user and item."""
 
     users: np.ndarray  # int32 (n,) entity numbers, rows of the entity tables
     items: np.ndarray  # int32 (n,)
@@ -51,7 +51,7 @@ class Log:
 
 
 def labelled_log(tables: EntityTables, as_of: datetime.date, settings: CtrSettings) -> Log:
-    """The interactions of known label, with sampled negatives where every one is a positive."""
+    """The interactions with a known label, with sampled negatives if every interaction is a positive."""
     log = read_log(tables, settings.label)
     if LabelRule.parse(settings.label).column is not None:
         return log
@@ -59,7 +59,7 @@ def labelled_log(tables: EntityTables, as_of: datetime.date, settings: CtrSettin
 
 
 def read_log(tables: EntityTables, label: str) -> Log:
-    """The interactions of known label, read in batches. Raises CtrError as `build_dataset` does."""
+    """Read the interactions with a known label in batches. Raises CtrError as `build_dataset` does."""
     rule, source = LabelRule.parse(label), tables.interactions
     if rule.column is not None and rule.column not in source.schema.names:
         raise CtrError(
@@ -107,12 +107,12 @@ def read_log(tables: EntityTables, label: str) -> Log:
 
 
 def ids_of(tables: EntityTables) -> dict[str, pa.Array]:
-    """Ids of the entities of both sides, in the order of their tables."""
+    """The ids of the entities of both sides, in the order of their tables."""
     return {side: getattr(tables, f"{side}s")[f"{side}_id"].combine_chunks() for side in SIDES}
 
 
 def _require_distinct(ids: pa.Array, side: str) -> None:
-    is_bad = pc.index_in(ids, ids).to_numpy() != np.arange(len(ids))  # the first of equal ids is found
+    is_bad = pc.index_in(ids, ids).to_numpy() != np.arange(len(ids))  # index_in finds the first of equal ids
     is_bad |= ids.is_null().to_numpy(zero_copy_only=False)
     if is_bad.any():
         row = int(np.argmax(is_bad))
@@ -123,7 +123,7 @@ def _require_distinct(ids: pa.Array, side: str) -> None:
 
 
 def numbers_of(ids: pa.Array, table_ids: pa.Array, side: str, table: str) -> np.ndarray:
-    """Rows of the entity table, int32 (n,). Raises CtrError on an unknown id, or ids of another type."""
+    """The row of each id in the entity table, int32 (n,). Raises CtrError on an unknown id, or ids of another type."""
     rows = _rows_of(ids, table_ids, side, table)
     if (is_unknown := rows < 0).any():
         first = int(np.argmax(is_unknown))
@@ -135,7 +135,7 @@ def numbers_of(ids: pa.Array, table_ids: pa.Array, side: str, table: str) -> np.
 
 
 def _rows_of(ids: pa.Array, table_ids: pa.Array, side: str, table: str) -> np.ndarray:
-    """Rows of the entity table, int32 (n,), -1 where there is none. Raises CtrError on ids of another type."""
+    """The row of each id in the entity table, int32 (n,), -1 if unknown. Raises CtrError on ids of another type."""
     if ids.type != table_ids.type:
         raise CtrError(
             f"{table}, column {side}_id: found ids of type {ids.type}, expected {table_ids.type}, as in the table of "
@@ -145,7 +145,7 @@ def _rows_of(ids: pa.Array, table_ids: pa.Array, side: str, table: str) -> np.nd
 
 
 def with_negatives(log: Log, num_items: int, end_us: int, settings: CtrSettings) -> Log:
-    """A log of positives with the sampled negatives that settings ask for, each at the moment of a positive."""
+    """Add sampled negatives to a log of positives, each at the moment of a positive."""
     rows, items = sample_negatives(
         log.users, log.items, int(np.searchsorted(log.times_us, end_us)), num_items,
         settings.negatives_per_positive, settings.seed,
@@ -158,12 +158,12 @@ def with_negatives(log: Log, num_items: int, end_us: int, settings: CtrSettings)
 
 
 def split_by_time(log: Log, as_of: datetime.date, settings: CtrSettings) -> dict[str, np.ndarray]:
-    """Rows of `train`, `validation` and `test`, int32; rows of one moment stay in one part.
+    """The rows of `train`, `validation` and `test`, int32; rows of one moment stay in one part.
 
-    Training ends with the day `as_of` (UTC); `validation_share` is the first part of what comes after it. With
-    `history: split` training is the first `SPLIT_TRAIN_SHARE` of what comes after it, validation and test the rest.
-    Raises CtrError where nothing precedes or follows the date, or a part has rows of one label only, so that no AUC
-    exists.
+    Training ends with the day `as_of` (UTC); the first `validation_share` of later rows is validation, the rest test.
+    With `history: split` training is the first `SPLIT_TRAIN_SHARE` of the later rows, and the rest is split likewise.
+    Raises CtrError if nothing precedes or follows the date, or a part has rows of only one label, so that it has no
+    AUC.
     """
     times_us, is_split = log.times_us, settings.history == "split"
     first, num = int(np.searchsorted(times_us, _end_of_day_us(as_of))), len(times_us)

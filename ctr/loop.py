@@ -1,7 +1,7 @@
 """The training loop of the networks, and their predictions.
 
-Training never looks at the test part. Rows are permuted and gathered by index arrays from columns that stay as they
-are, so that there is no data loader. After every epoch all that the next one depends on can be written to a file.
+Training never reads the test part. There is no data loader: batches are gathered from unchanged columns by permuted
+index arrays. After every epoch, all that the next epoch depends on can be written to a file.
 """
 
 import math
@@ -24,7 +24,7 @@ PREDICTION_BATCH = 8192
 
 
 class RowTensors:
-    """A data set's columns as tensors, of which batches are gathered; on a CPU they share the arrays' memory."""
+    """A data set's columns as tensors, from which batches are gathered; on a CPU they share the arrays' memory."""
 
     def __init__(self, rows: ModelRows, device: torch.device) -> None:
         self._num_items = rows.num_items
@@ -34,7 +34,7 @@ class RowTensors:
         ]
 
     def batch(self, index: torch.Tensor) -> CtrBatch:
-        """The rows of some numbers, int64 (batch,)."""
+        """Gather the rows with the numbers `index`, int64 (batch,)."""
         users, items, past, starts, ends, liked = self._columns
         starts = starts[index].long()
         lengths = ends[index] - starts
@@ -52,12 +52,12 @@ class RowTensors:
 
 @dataclass
 class Progress:
-    """Where a training stands after an epoch: with a network's weights all that the next epoch depends on."""
+    """The state of a training after an epoch: all that the next epoch depends on."""
 
     epoch: int = 0
-    best_epoch: int = 0  # from 1; 0: none yet
-    best_auc: float = -math.inf  # on validation
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # weights, the best ones, Adam's state, generators'
+    best_epoch: int = 0  # counted from 1; 0: none yet
+    best_auc: float = -math.inf  # validation AUC
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # weights, best weights, Adam, generators
 
 
 def fit(
@@ -70,10 +70,10 @@ def fit(
 ) -> Progress:
     """Train a network in place, by binary cross-entropy and Adam; it ends with the weights of its best epoch.
 
-    All its logits are then shifted by a constant, so that on validation rows the mean prediction is their base rate:
-    what is stopped by AUC ranks well and may be 0.05 off. Training stops early by validation AUC; `seed` is of the
-    order of rows and of dropout. From `start`, what `on_epoch` was given after some epoch, it goes on as if it had
-    never stopped.
+    Training stops early by validation AUC. Then all logits are shifted by a constant, so that the mean prediction on
+    validation rows is their base rate: a model stopped by AUC ranks well, but its mean may be off by 0.05. `seed`
+    decides the order of rows and dropout. From `start`, a value that `on_epoch` received, training continues as if it
+    had never stopped.
     """
     device = next(model.parameters()).device
     rows, labels = RowTensors(data, device), torch.from_numpy(data.labels).to(device)
@@ -118,7 +118,7 @@ def _shift_to_base_rate(model: nn.Module, data: CtrData) -> None:
 
 
 def _optimizers(model: nn.Module, settings: CtrSettings) -> list[torch.optim.Optimizer]:
-    """Adam in its fused form, and of embeddings with sparse gradients Adam on the rows that a batch touches."""
+    """Fused Adam, and for embeddings with sparse gradients a SparseAdam that updates only the rows of a batch."""
     sparse = [module.weight for module in model.modules() if isinstance(module, nn.Embedding) and module.sparse]
     dense = [weight for weight in model.parameters() if not any(weight is other for other in sparse)]
     rate = settings.learning_rate
@@ -139,7 +139,7 @@ def _step(
     for optimizer in optimizers:
         optimizer.zero_grad()
     loss.backward()
-    for optimizer in optimizers[1:]:  # L2 too only of the rows that are touched
+    for optimizer in optimizers[1:]:  # L2 also applies only to the touched rows
         for weight in optimizer.param_groups[0]["params"]:
             touched = weight.grad.coalesce()
             values = touched.values() + weight_decay * weight.detach()[touched.indices()[0]]
@@ -178,13 +178,13 @@ def _restore(
 
 
 def default_batch_size(num_rows: int) -> int:
-    """The power of two that gives about 40 steps an epoch, from 512 to 8,192 rows."""
+    """The power of two, from 512 to 8,192 rows, that gives about 40 steps per epoch."""
     return int(2 ** np.clip(np.round(np.log2(num_rows / 40)), 9, 13))
 
 
 @torch.inference_mode()
 def predict(model: nn.Module, data: ModelRows, rows: np.ndarray) -> np.ndarray:
-    """Probabilities of rows: float64 (len(rows),)."""
+    """Predict the probabilities of rows: float64 (len(rows),)."""
     device = next(model.parameters()).device
     tensors = RowTensors(data, device)
     model.eval()

@@ -1,4 +1,4 @@
-"""How predictions are judged: by ranking over all rows and within users, by likelihood, by calibration."""
+"""The metrics of predictions: ranking over all rows and within users, likelihood, calibration."""
 
 from dataclasses import dataclass
 
@@ -6,23 +6,23 @@ import numpy as np
 from scipy.stats import rankdata
 from sklearn.metrics import log_loss, roc_auc_score
 
-MIN_ROWS_OF_A_SUBSET = 20  # an AUC over fewer rows says nothing
+MIN_ROWS_OF_A_SUBSET = 20  # an AUC over fewer rows is not reported
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """One set of predictions against its labels."""
+    """The metrics of a set of predictions."""
 
     auc: float
     logloss: float  # mean binary cross-entropy, nats
-    gauc: float | None  # mean AUC of users, weighted by their rows; None where no user has both labels
-    mean_prediction: float  # calibrated predictions have the mean of the labels
+    gauc: float | None  # mean AUC of users, weighted by their rows; None if no user has both labels
+    mean_prediction: float  # equal to `base_rate` if predictions are calibrated
     base_rate: float
-    auc_cold: float | None  # of cold users; None when there are too few of them, or they lack a label
+    auc_cold: float | None  # AUC of cold users; None if they have too few rows, or rows of only one label
 
 
 def measure(labels: np.ndarray, scores: np.ndarray, users: np.ndarray, is_cold: np.ndarray) -> Metrics:
-    """Judge probabilities `scores` (n,) of rows with `labels` 0/1, of `users` (numbers); `is_cold` bool (n,)."""
+    """Judge probabilities `scores` (n,) of rows with `labels` (0 or 1), `users` (numbers) and `is_cold` (bool)."""
     scores = scores.astype(np.float64)
     says_something = is_cold.sum() >= MIN_ROWS_OF_A_SUBSET and len(np.unique(labels[is_cold])) == 2
     return Metrics(
@@ -36,9 +36,9 @@ def measure(labels: np.ndarray, scores: np.ndarray, users: np.ndarray, is_cold: 
 
 
 def gauc(labels: np.ndarray, scores: np.ndarray, users: np.ndarray) -> float | None:
-    """AUC within each user who has both labels, weighted by number of rows (Zhu et al., KDD 2017); None without any.
+    """The mean AUC of users who have both labels, weighted by number of rows (Zhu et al., KDD 2017); None without any.
 
-    By ranks: a user's AUC is (the sum of his positives' ranks - p (p + 1) / 2) / (p q); ties share their mean rank.
+    With p positives and q negatives an AUC is (sum of the positives' ranks - p (p + 1) / 2) / (p q); ties share a rank.
     """
     users, levels = (np.unique(of_row, return_inverse=True)[1] for of_row in (users, scores))
     ranks, positive = rankdata(users * (levels.max() + 1) + levels), labels > 0  # over all users, one after another

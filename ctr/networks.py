@@ -1,7 +1,7 @@
 """DIN, the Deep Interest Network (Zhou et al., KDD 2018), and DCNv2, Deep & Cross version 2 (Wang et al., WWW 2021).
 
-Both map a batch of rows to logits (batch,). They are made of fields by entity number, and of a variant's vectors and
-cluster ids; how they are trained is `loop.py`'s.
+Both map a batch of rows to logits (batch,). They are built from fields by entity number, and from a variant's vectors
+and cluster ids; `loop.py` trains them.
 """
 
 import numpy as np
@@ -21,8 +21,8 @@ from laserbatch.ctr.knowledge import Knowledge
 from laserbatch.ctr.layers import CtrBatch, Dice, EntityEmbedding, mlp
 from laserbatch.ctr.settings import CtrSettings
 
-ATTENTION_SIZES = (32, 16)  # of DIN
-NUM_CROSS_LAYERS = 2  # of DCNv2
+ATTENTION_SIZES = (32, 16)  # hidden sizes of DIN's activation unit
+NUM_CROSS_LAYERS = 2  # cross layers of DCNv2
 ADAPTORS: dict[str, type[Adaptor]] = {
     "linear": LinearAdaptor,
     "kar": HybridExpertAdaptor,
@@ -61,21 +61,21 @@ class RowInputs(nn.Module):
 
 
 def _cluster_fields(side: SideVectors) -> tuple[Field, ...]:
-    """The cluster ids as more fields, one a level; clusters are never unknown, so code 1 is unused."""
+    """The cluster ids as additional fields, one per level; clusters are never unknown, so code 1 is unused."""
     codes = np.where(side.codes > 0, side.codes - 1 + NUM_RESERVED, 0)
     sizes = (side.num_codes - 1 + NUM_RESERVED).tolist()
     return tuple(Field("cluster", codes[:, [level]], size) for level, size in enumerate(sizes))
 
 
 class LocalActivationUnit(nn.Module):
-    """a(e_j, v_A) of Eq. 3: how much a liked item speaks for the target.
+    """a(e_j, v_A) of Eq. 3: the weight of a liked item for the target.
 
-    Its weights are not normalised, as in the paper: a user who liked much of a kind has more interest in it.
+    Weights are not normalised, as in the paper: a user who liked many items of a kind has more interest in it.
     """
 
     def __init__(self, item_dim: int) -> None:
         super().__init__()
-        # [h, t, h - t, h * t] W = h (W1 + W3) + t (W2 - W3) + (h * t) W4: the same layer, with fewer multiplications.
+        # [h, t, h - t, h * t] W = h (W1 + W3) + t (W2 - W3) + (h * t) W4: an equal layer with fewer multiplications.
         self.of_history = nn.Linear(item_dim, ATTENTION_SIZES[0], bias=False)
         self.of_target = nn.Linear(item_dim, ATTENTION_SIZES[0])
         self.of_product = nn.Linear(item_dim, ATTENTION_SIZES[0], bias=False)
@@ -90,7 +90,7 @@ class LocalActivationUnit(nn.Module):
 
 
 class DIN(nn.Module):
-    """User, target and knowledge beside an attended history, into an MLP with Dice."""
+    """DIN: an MLP with Dice over user, target, knowledge and an attended history."""
 
     def __init__(self, inputs: RowInputs, settings: CtrSettings) -> None:
         super().__init__()
@@ -109,8 +109,8 @@ class DIN(nn.Module):
         table = self.inputs.item_embedding(batch.distinct)
         target = F.embedding(batch.items, table)  # v_A, (batch, item_dim)
         weights = self.activation_unit(F.embedding(batch.liked, table), target, batch.rows).squeeze(1)
-        # v_U(A) = sum_j a(e_j, v_A) e_j, Eq. 3. In float32, under autocast too: CUDA has no gradient of a bag's weights
-        # in bfloat16, and weights and table must be of one type.
+        # v_U(A) = sum_j a(e_j, v_A) e_j, Eq. 3. In float32 also under autocast: CUDA has no gradient of a bag's weights
+        # in bfloat16, and weights and table must have the same type.
         weights = weights.float()
         interest = F.embedding_bag(batch.liked, table.float(), batch.offsets, mode="sum", per_sample_weights=weights)
         return self.mlp(torch.cat([self.inputs(batch, target), interest], dim=1)).squeeze(1)
@@ -131,7 +131,7 @@ class CrossNetwork(nn.Module):
 
 
 class DCNv2(nn.Module):
-    """DCNv2 over user, target, knowledge and the mean of the history; its deep part beside the cross (parallel)."""
+    """DCNv2 over user, target, knowledge and the mean of the history, with deep and cross parts in parallel."""
 
     def __init__(self, inputs: RowInputs, settings: CtrSettings) -> None:
         super().__init__()
@@ -144,6 +144,6 @@ class DCNv2(nn.Module):
     def forward(self, batch: CtrBatch) -> torch.Tensor:
         table = self.inputs.item_embedding(batch.distinct)
         target = F.embedding(batch.items, table)
-        mean_liked = F.embedding_bag(batch.liked, table, batch.offsets, mode="mean")  # (batch, item_dim); zeros of none
+        mean_liked = F.embedding_bag(batch.liked, table, batch.offsets, mode="mean")  # (batch, item_dim); empty: 0
         x0 = torch.cat([self.inputs(batch, target), mean_liked], dim=1)
         return self.logit(torch.cat([self.cross(x0), self.deep(x0)], dim=1)).squeeze(1)

@@ -42,14 +42,14 @@ class CtrOptions(BaseModel):
     )
     history: History = Field(
         default="latest",
-        description="This says which texts training rows see. latest: those of the run, which may have seen the "
-        "labels; asof: the newest that are older than the row; split: those of the run, and only rows "
-        "after its date train.",
+        description="This says which texts training rows see. latest: the texts of the run, which may have seen the "
+        "labels; asof: the newest texts that are older than the row; split: the texts of the run, but only rows "
+        "after its date are trained on.",
     )
     adaptor: AdaptorName = Field(
         default="linear",
-        description="This adaptor brings texts into din and dcnv2. linear: a linear layer over both vectors, and over "
-        "the item's times the user's and times the mean of the items that the user liked; the others are those of the "
+        description="This adaptor brings texts into din and dcnv2. linear: linear layers over both vectors, and over "
+        "the item's times the user's and times the mean of the items that the user liked; the others follow the "
         "frameworks of that name (rlmrec: contrastive, rlmrec_gen: generative). gbdt takes vectors as they are.",
     )
     equivalence_margin: float = Field(
@@ -61,27 +61,27 @@ class CtrOptions(BaseModel):
 
 
 class CtrSettings(CtrOptions):
-    """The same with what is the same in every comparison.
+    """`CtrOptions`, and the settings that are fixed in every comparison.
 
-    The networks and their training are small, because the tables of one night are: layers, dropout, L2 and learning
-    rate are those that `benchmarks/ctr.py` and the table of adaptors in `benchmarks/README.md` were measured with.
+    The networks are small, because the tables of one night are. `benchmarks/ctr.py` and the table of adaptors in
+    `benchmarks/README.md` were measured with these layers, dropout, L2 and learning rate.
     """
 
-    seed: int = 0  # of the first training, each further one has the next number; and of sampled negatives
+    seed: int = 0  # seed of the first training (each further one adds 1) and of sampled negatives
     negatives_per_positive: int = Field(default=4, ge=1)  # with `label: all`, sampled items that the user never met
-    validation_share: float = Field(default=0.3, gt=0, lt=1)  # the earliest after the training period; then the test
-    cold_max_interactions: int = Field(default=5, ge=1)  # a user with fewer up to the date is cold
-    min_id_interactions: int = Field(default=3, ge=1)  # ids that training sees less often share one embedding
-    max_history: int = Field(default=20, ge=1)  # newest positives of the user that a row sees
-    embedding_dim: int = Field(default=8, ge=1)  # of each id and each attribute value
-    hidden_sizes: tuple[int, ...] = Field(default=(64, 32), min_length=1)  # of the deep layers of din and dcnv2
-    vector_dim: int = Field(default=32, ge=2)  # of knowledge vectors, projected as fitted on the training entities
+    validation_share: float = Field(default=0.3, gt=0, lt=1)  # earliest share of rows after training; the rest is test
+    cold_max_interactions: int = Field(default=5, ge=1)  # a user with fewer training rows is cold
+    min_id_interactions: int = Field(default=3, ge=1)  # ids with fewer training rows share one embedding
+    max_history: int = Field(default=20, ge=1)  # a row sees at most this many of the user's newest positives
+    embedding_dim: int = Field(default=8, ge=1)  # width of the embedding of an id or attribute value
+    hidden_sizes: tuple[int, ...] = Field(default=(64, 32), min_length=1)  # sizes of the deep layers of din and dcnv2
+    vector_dim: int = Field(default=32, ge=2)  # width of reduced knowledge vectors
     dropout: float = Field(default=0.3, ge=0, lt=1)
     learning_rate: float = Field(default=3e-3, gt=0)
-    weight_decay: float = Field(default=1e-3, ge=0)  # of Adam; a smaller one lets embeddings of ids memorise more
+    weight_decay: float = Field(default=1e-3, ge=0)  # for Adam; a smaller value lets id embeddings memorise more
     max_epochs: int = Field(default=15, ge=1)
     patience: int = Field(default=2, ge=1)  # epochs without a better validation AUC after which a training ends
-    confidence: float = Field(default=0.95, gt=0.5, lt=1)  # of the interval by which the verdict is made
+    confidence: float = Field(default=0.95, gt=0.5, lt=1)  # confidence of the interval that decides the verdict
 
     @classmethod
     def of(cls, options: CtrOptions) -> "CtrSettings":

@@ -1,4 +1,4 @@
-"""One training, whichever the model: fitted on the training rows, stopped by validation, scored on the test rows."""
+"""Trains any of the models: fits it on the training rows, stops by validation, and scores the test rows."""
 
 import time
 from collections.abc import Callable
@@ -22,10 +22,10 @@ NETWORKS = {"din": DIN, "dcnv2": DCNv2}
 
 @dataclass(frozen=True)
 class Training:
-    """A fitted model, and what it says of the test rows, whose users and labels stand in the data at `data.test`."""
+    """A fitted model, and its predictions for the test rows, `data.test`."""
 
     model: Any  # a network, or a LightGBM booster
-    best_epoch: int  # epoch (of trees: round) that validation chose
+    best_epoch: int  # the epoch (for trees, the round) that validation chose
     validation_auc: float
     train_s: float
     scores: np.ndarray  # float32 (len(data.test),) probabilities
@@ -40,9 +40,9 @@ def train_model(
     start: Progress | None = None,
     on_epoch: Callable[[Progress], None] | None = None,
 ) -> Training:
-    """Train one model from one seed. Weights, order of rows and dropout are the seed's alone.
+    """Train one model from one seed, which alone decides initial weights, order of rows and dropout.
 
-    `start` and `on_epoch` are of `loop.fit`; trees, which take little time, always begin anew.
+    `loop.fit` describes `start` and `on_epoch`; trees, which train quickly, always begin anew.
     """
     start_s = time.perf_counter()
     if name == "gbdt":
@@ -63,7 +63,7 @@ def train_model(
 
 
 def _fit_adaptor(adaptor: Adaptor, data: CtrData, seed: int) -> None:
-    """Fit the adaptor to behaviour; a resumed training has this among its weights."""
+    """Fit the adaptor to behaviour. A resumed training skips this, since its weights include the result."""
     rows = data.train[data.labels[data.train] > 0]
     users, items = (torch.from_numpy(of[rows]).long().to(adaptor.ids_0.device) for of in (data.users, data.items))
     with torch.random.fork_rng():
@@ -74,7 +74,7 @@ def _fit_adaptor(adaptor: Adaptor, data: CtrData, seed: int) -> None:
 def build_network(
     name: ModelName, data: ModelRows, knowledge: Knowledge | None, settings: CtrSettings, seed: int
 ) -> torch.nn.Module:
-    """A network with seeded weights, on the GPU where there is one."""
+    """Build a network with seeded weights, on the GPU if there is one."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         network = NETWORKS[name](RowInputs(data, knowledge, settings), settings)

@@ -186,7 +186,7 @@ def badness(pair: AuditedText) -> float:
 
 
 def _auc(figures: CtrFigures) -> GateFigures:
-    """The AUC gate, from this run's comparison with plain texts, or an earlier run's if this one cannot be judged yet."""
+    """The AUC gate, from the comparison with plain texts of this run, or of an earlier run that can be judged."""
     verdict = figures.equivalence.get("all")
     if verdict is None or verdict.high is None:
         return GateFigures("AUC", reason=figures.skipped or "not compared with plain texts in several trainings")

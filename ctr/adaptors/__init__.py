@@ -1,1 +1,1 @@
-"""Ways of using texts in a CTR network, a file each, by the framework that published it."""
+"""Adaptors, which bring texts into a CTR network: one file for each framework that published one."""

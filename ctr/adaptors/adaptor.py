@@ -1,6 +1,6 @@
-"""What an adaptor is: vectors of texts made into inputs of a CTR network; and the linear one, which is no paper's.
+"""The base class of adaptors, which turn vectors of texts into inputs of a CTR network, and our linear adaptor.
 
-It has the best AUC in the sample world, and what papers have trained beforehand is read by its layers.
+The linear one has the best AUC in the sample world; adaptors of papers that train beforehand share its layers.
 """
 
 import numpy as np
@@ -11,17 +11,17 @@ from torch.nn import functional as F
 from laserbatch.ctr.fields import NUM_RESERVED, Field
 from laserbatch.ctr.layers import CtrBatch
 
-OUT_DIM = 32  # of what becomes of a user's vector, of an item's, and of each product
-DROPOUT = 0.3  # of what comes of texts, chosen on validation rows for the linear one
+OUT_DIM = 32  # output width for a user's vector, for an item's, and for each product
+DROPOUT = 0.3  # on the outputs of an adaptor, chosen on validation rows for the linear one
 
 
 class Adaptor(nn.Module):
-    """A module from rows to inputs, made of the vectors of users and items; a network trains it with its own weights.
+    """A module that maps rows to inputs by the vectors of their users and items; a network trains it as its part.
 
-    `vectors` float32 (num_entities, dim) of each side are those of the run, zeros where an entity has no text, and are
-    never saved with the weights: entities may be others, or in another order, when a model is asked. What an adaptor
-    learns of single entities it keeps by the codes of `ids`, the fields of both ids, which go with the model. `default`
-    (2, OUT_DIM) is learned for who has no text.
+    `vectors` of each side, float32 (num_entities, dim), come from the run, with zeros for entities without a text. They
+    are never saved with the weights: when a model is used later, entities may differ or have another order. What an
+    adaptor learns about single entities is stored by the codes of `ids`, the id fields of both sides, which are saved
+    with the model. `default` (2, OUT_DIM) is learned for entities without a text.
     """
 
     out_dim = 3 * OUT_DIM
@@ -41,9 +41,9 @@ class Adaptor(nn.Module):
         self.dropout = nn.Dropout(DROPOUT)
 
     def texts_of_ids(self, side: int) -> torch.Tensor:
-        """A side's vectors by the code of the id, float32 (num_ids, dim): zeros of reserved codes, and without a text.
+        """A side's vectors by id code, float32 (num_ids, dim); zeros for reserved codes and for ids without a text.
 
-        An id that has several, of several dates, has its first: the run's own stand before older ones.
+        If an id has vectors of several dates, the first is taken: the run's own vectors come before older ones.
         """
         vectors, codes = self.get_buffer(f"vectors_{side}"), self.get_buffer(f"ids_{side}")
         distinct, first = np.unique(codes.cpu().numpy(), return_index=True)
@@ -54,9 +54,9 @@ class Adaptor(nn.Module):
         return texts
 
     def fit_positives(self, users: torch.Tensor, items: torch.Tensor) -> None:
-        """Learn from behaviour before the network trains: the positives of training rows, int64 (n,) in order of time.
+        """Learn from the positives of training rows, int64 (n,) in order of time, before the network is trained.
 
-        It may draw from torch's global generator, which is seeded. By default nothing is learned then.
+        Implementations may draw from torch's global generator, which is seeded. By default nothing is learned here.
         """
 
     def forward(self, batch: CtrBatch) -> torch.Tensor:
@@ -65,11 +65,11 @@ class Adaptor(nn.Module):
 
 
 class LinearAdaptor(Adaptor):
-    """A linear layer of each side's vector, and of the item's multiplied with what may speak for it.
+    """Linear layers over each side's vector, and over the item's vector multiplied with two others.
 
-    That is the user's vector, and the mean of the items' that the user liked: a small model need not learn to multiply.
-    An entity without a text gets the side's learned default. `of_entities` may be another's: what is not the text's own
-    vector, but made of it, of `entity_dim`.
+    These are the user's vector and the mean vector of the items that the user liked: so a small model need not learn to
+    multiply. An entity without a text gets the side's learned default. Subclasses may override `of_entities` to
+    replace a text's vector by a representation of width `entity_dim`.
     """
 
     out_dim = 4 * OUT_DIM
@@ -82,7 +82,7 @@ class LinearAdaptor(Adaptor):
         self.of_product, self.of_liked = nn.Linear(dim, OUT_DIM), nn.Linear(dim, OUT_DIM)
 
     def of_entities(self, side: int, numbers: torch.Tensor) -> torch.Tensor:
-        """The representation of a side's entities: (n,) -> (n, entity_dim), zeros for an unknown one."""
+        """The representation of a side's entities: (n,) -> (n, entity_dim), zeros for an entity without a text."""
         return self.get_buffer(f"vectors_{side}")[numbers]
 
     def forward(self, batch: CtrBatch) -> torch.Tensor:
@@ -93,18 +93,18 @@ class LinearAdaptor(Adaptor):
             torch.where(has_text(vectors), layer(vectors), default)
             for vectors, layer, default in zip((user, item), self.of_sides, self.default, strict=True)
         ]
-        mean_liked = F.embedding_bag(batch.liked, table, batch.offsets, mode="mean")  # zeros of none
+        mean_liked = F.embedding_bag(batch.liked, table, batch.offsets, mode="mean")  # zeros without liked items
         parts += [self.of_product(user * item), self.of_liked(mean_liked * item)]
         return self.dropout(torch.cat(parts, dim=1))
 
 
 def has_text(vectors: torch.Tensor) -> torch.Tensor:
-    """Whether each is of a text: (n, dim) -> bool (n, 1)."""
+    """Whether each vector comes from a text: (n, dim) -> bool (n, 1)."""
     return (vectors != 0).any(dim=1, keepdim=True)
 
 
 def info_nce(a: torch.Tensor, b: torch.Tensor, of_b: torch.Tensor, temperature: float) -> torch.Tensor:
-    """InfoNCE of pairs of unit vectors (n, dim) against each other's b; what is the same (`of_b`) is no negative."""
+    """InfoNCE of pairs (a, b) of unit vectors (n, dim); other rows of b are negatives unless their `of_b` is equal."""
     logits = a @ b.T / temperature
     same = (of_b[:, None] == of_b) & ~torch.eye(len(b), dtype=torch.bool, device=b.device)
     return F.cross_entropy(logits.masked_fill(same, -torch.inf), torch.arange(len(b), device=b.device))

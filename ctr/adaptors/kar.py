@@ -1,13 +1,13 @@
 """KAR: Xi et al., "Towards Open-World Recommendation with Knowledge Augmentation from Large Language Models", RecSys
 2024. Its section on knowledge adaptation, the part "hybrid-expert adaptor".
 
-With r the encoded knowledge of a side (preferences of a user, facts of an item), S_s the shared experts and S_d those
-dedicated to the side, a gate weighs both kinds, and the weighted sum is the augmented vector:
+Let r be the encoded knowledge of a side (preferences of a user, facts of an item), S_s the shared experts and S_d the
+experts of the side. A gate weighs both kinds, and the weighted sum is the augmented vector:
 
     alpha = softmax(g(r)),    r_hat = sum over e in S_s and S_d of alpha_e e(r)
 
-Both augmented vectors become inputs of the CTR model beside its own. Experts are small networks, here of 128 and 32.
-Ours are the normalisation, the dropout behind it, and the product of both augmented vectors, so that a small network
+Both augmented vectors become additional inputs of the CTR model. Experts are small networks, here with layers of 128
+and 32. We add a normalisation, dropout after it, and the product of both augmented vectors, so that a small network
 need not learn to multiply.
 """
 
@@ -20,12 +20,12 @@ from laserbatch.ctr.adaptors.adaptor import OUT_DIM, Adaptor, has_text
 from laserbatch.ctr.fields import Field
 from laserbatch.ctr.layers import CtrBatch
 
-NUM_EXPERTS = 2  # dedicated ones of each side, and as many shared ones
+NUM_EXPERTS = 2  # number of dedicated experts of each side, and of shared experts
 HIDDEN_DIM = 128
 
 
 class ExpertGroup(nn.Module):
-    """Several experts of two layers, computed as one."""
+    """`NUM_EXPERTS` experts of two layers each, computed together."""
 
     def __init__(self, in_dim: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class ExpertGroup(nn.Module):
 
 
 class HybridExpertAdaptor(Adaptor):
-    """Shared and dedicated experts with a gate for each side; the learned default of a side for who has no text."""
+    """Shared and dedicated experts with a gate for each side; entities without a text get a side's learned default."""
 
     def __init__(self, vectors: tuple[np.ndarray, np.ndarray], ids: tuple[Field, Field]) -> None:
         super().__init__(vectors, ids)

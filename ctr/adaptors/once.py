@@ -1,14 +1,14 @@
 """ONCE: Liu et al., "ONCE: Boosting Content-based Recommendation with Both Open- and Closed-source Large Language
 Models", WSDM 2024. Its sections on GENRE, the part that uses a language model's texts as content features.
 
-Items are known by their content alone. With c_j the content of the items that a user liked, a user is what attention
-pools of them, fused with the interests p that a language model named, and is matched with the candidate's content:
+Items are represented only by their content. Let c_j be the content of the items that a user liked. Attention pools them
+to u, which is fused with the interests p that a language model named, and matched with the candidate's content:
 
     u = sum over j of alpha_j h_j,  alpha = softmax over j of q . tanh(A h_j),  h = W c
     u' = F [u; P p],  score of u' and h_candidate by their product
 
-Here the score is a CTR network's, which is given u', the candidate and their product, value by value. Additive
-attention is that of NAML and NRMS, the recommenders that ONCE is shown on. Without texts of liked items u is zero.
+Here a CTR network computes the score from u', the candidate and their elementwise product. The additive attention is
+that of NAML and NRMS, on which ONCE was evaluated. Without texts of liked items u is zero.
 """
 
 import numpy as np
@@ -24,7 +24,7 @@ ATTENTION_DIM = 32
 
 
 class ContentAdaptor(Adaptor):
-    """Users as their liked items' texts and their own; the learned default of a side for who has no text."""
+    """Represents users by the texts of their liked items and their own; without a text, by a side's learned default."""
 
     def __init__(self, vectors: tuple[np.ndarray, np.ndarray], ids: tuple[Field, Field]) -> None:
         super().__init__(vectors, ids)
@@ -51,9 +51,9 @@ class ContentAdaptor(Adaptor):
     def _pooled(
         self, content: torch.Tensor, has_vector: torch.Tensor, liked: torch.Tensor, offsets: torch.Tensor
     ) -> torch.Tensor:
-        """sum over j of alpha_j h_j of each row: content (n, OUT_DIM), places of liked items in it -> (batch, OUT_DIM).
+        """sum over j of alpha_j h_j of each row: content (n, OUT_DIM), rows `liked` of content -> (batch, OUT_DIM).
 
-        Scores are bounded by q, since tanh is; so exponentials need no shift. Numerator and denominator are one sum.
+        Scores are bounded, since tanh is, so the exponentials need no shift. One sum gives numerator and denominator.
         """
         weights = torch.where(has_vector, self.query(torch.tanh(self.attention(content))).exp(), 0.0)  # (n, 1)
         table = torch.cat([weights * content, weights], dim=1)

@@ -1,18 +1,18 @@
 """RLMRec: Ren et al., "Representation Learning with Large Language Models for Recommendation", WWW 2024. Its sections
 on contrastive and on generative alignment.
 
-A collaborative backbone (LightGCN) learns vectors e of ids from who liked what, while texts' vectors s say what ids are
-like. Both are aligned while e is learned, by L = L_backbone + ALIGNMENT L_align, where over a batch of ids
+A collaborative backbone (LightGCN) learns vectors e of ids from likes, while vectors s of texts describe the ids. Both
+are aligned while e is learned, by L = L_backbone + ALIGNMENT L_align, where over a batch of ids
 
     L_align = - mean over i of ln (exp(cos(x_i, y_i) / tau) / sum over j of exp(cos(x_i, y_j) / tau))
 
-with x = e and y = sigma(s) for the contrastive way; for the generative one, some ids' layer-0 vectors are replaced by a
-mask token before the graph's convolution, and x = sigma(e) of those, after it, shall be y = s. sigma is a small
+with x = e and y = sigma(s) in the contrastive variant. In the generative variant some ids' layer-0 vectors are replaced
+by a mask token before the graph convolution, and for these ids x = sigma(e) after it, and y = s. sigma is a small
 network.
 
-The CTR network reads, by the linear adaptor's layers, what texts say of e: ridge regression of e on s, for known and
-new entities alike. It does not read e itself, as rankings by e do: e of training's ids knows the labels of training's
-rows, and a network that was given it had less AUC than one without texts (benchmarks/README.md).
+The CTR network reads, by the linear adaptor's layers, a prediction of e from the text: ridge regression of e on s, for
+known and new entities alike. It does not read e itself, as rankings by e do: e of training ids knows the labels of
+training rows, and a network with e as input had a lower AUC than one without texts (benchmarks/README.md).
 """
 
 import numpy as np
@@ -34,10 +34,10 @@ RIDGE = 1.0
 
 
 class AlignedAdaptor(LinearAdaptor):
-    """Texts as a collaborative backbone, ids with them, would place them; how they are aligned is each way's."""
+    """Maps texts into the space of a collaborative backbone that is aligned with them; subclasses say how."""
 
     entity_dim = DIM
-    masked_share = 0.0  # of ids that have a text: whose layer-0 vector a step replaces by the token
+    masked_share = 0.0  # share of the ids with a text whose layer-0 vector a step replaces by the mask token
 
     def __init__(self, vectors: tuple[np.ndarray, np.ndarray], ids: tuple[Field, Field]) -> None:
         super().__init__(vectors, ids)
@@ -49,7 +49,7 @@ class AlignedAdaptor(LinearAdaptor):
         return self.get_buffer(f"vectors_{side}")[numbers] @ self.get_buffer(f"of_text_{side}")
 
     def fit_positives(self, users: torch.Tensor, items: torch.Tensor) -> None:
-        """Train backbone and alignment on training rows' positives, int64 (n,); of unknown ids nothing is learned."""
+        """Train backbone and alignment on the positives of training rows, int64 (n,); unknown ids are left out."""
         users, items = self.ids_0[users].long(), self.ids_1[items].long()
         has_both_ids = (users >= NUM_RESERVED) & (items >= NUM_RESERVED)
         if not has_both_ids.any():
@@ -88,7 +88,7 @@ class AlignedAdaptor(LinearAdaptor):
         self._regress(propagate(adjacency, layer_0, NUM_LAYERS), texts * is_node.unsqueeze(1))
 
     def _regress(self, final: torch.Tensor, texts: torch.Tensor) -> None:
-        """e (num_ids, DIM), in units of its deviation, on texts (num_ids, in_dim), zeros of what shall not count."""
+        """Regress e (num_ids, DIM), scaled to unit deviation, on texts (num_ids, in_dim); zero rows do not count."""
         final = final / final[has_text(texts).squeeze(1)].std()
         penalty = RIDGE * torch.eye(self.in_dim, device=texts.device)
         for side, (e, x) in enumerate(zip(final.split(self.num_ids), texts.split(self.num_ids), strict=True)):
@@ -101,12 +101,12 @@ class AlignedAdaptor(LinearAdaptor):
     def disagreement(
         self, final: torch.Tensor, texts: torch.Tensor, ids: torch.Tensor, sigma: nn.Module
     ) -> torch.Tensor:
-        """L_align of `ids`, int64 (n,): e of all ids (num_ids, DIM), their texts' vectors (num_ids, in_dim)."""
+        """L_align of `ids`, int64 (n,), from e (num_ids, DIM) and the texts' vectors (num_ids, in_dim) of all ids."""
         raise NotImplementedError
 
 
 class ContrastiveAlignment(AlignedAdaptor):
-    """RLMRec-Con: each id's e is to be told from other ids' by what its text gives."""
+    """RLMRec-Con: the text of an id must tell its e from those of other ids."""
 
     def network(self) -> nn.Module:
         """Map texts: (n, in_dim) -> (n, DIM)."""
@@ -118,7 +118,7 @@ class ContrastiveAlignment(AlignedAdaptor):
 
 
 class GenerativeAlignment(AlignedAdaptor):
-    """RLMRec-Gen: what a masked id's neighbours say of it is to give its text."""
+    """RLMRec-Gen: e of a masked id, which comes from its neighbours, must predict the vector of its text."""
 
     masked_share = MASKED_SHARE
 
@@ -134,9 +134,9 @@ class GenerativeAlignment(AlignedAdaptor):
 def spread_back(
     adjacency: torch.Tensor, gradient: torch.Tensor, masked: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """From what a step's e had, the gradients of layer 0, and of the token in place of the masked ids there.
+    """The gradients of layer 0, and of the token that replaced the masked ids there, from the gradient of e.
 
-    The propagation is linear and symmetric, so that its gradient is the gradient's propagation.
+    Propagation is linear and symmetric, so the gradient is propagated like the vectors.
     """
     spread = propagate(adjacency, gradient, NUM_LAYERS)
     return spread.index_fill(0, masked, 0.0), spread[masked].sum(dim=0)

@@ -1,13 +1,13 @@
 """TRAWL: Luo et al., "TRAWL: External Knowledge-Enhanced Recommendation with LLM Assistance", CIKM 2024. Its section on
-training the adapter, by the abstract and by what LASER's authors say of it.
+training the adapter, as the abstract and LASER's authors describe it.
 
-A frozen encoder's vectors say what a text is about, not who would like it. A small adapter f moves them: texts that
-behaviour joins shall be near each other, and far from the other texts of a batch (InfoNCE):
+A frozen encoder's vectors say what a text is about, not who would like it. A small adapter f moves them: texts of pairs
+from behaviour come near each other, and far from the other texts of a batch (InfoNCE):
 
     L = - mean over (a, b) of ln (exp(f(a) . f(b) / tau) / sum over b' of exp(f(a) . f(b') / tau)),  |f| = 1
 
-Pairs are items that the same users liked, each with the NUM_NEIGHBOURS that it is met with most, and users with items
-that they liked. What f gives then stands still, while the CTR network learns to read it by the linear adaptor's layers.
+Pairs are items that the same users liked, each with its NUM_NEIGHBOURS most frequent neighbours, and users with items
+that they liked. The CTR network then reads f by the linear adaptor's layers, and trains f further with them.
 """
 
 import numpy as np
@@ -19,15 +19,15 @@ from torch.nn import functional as F
 from laserbatch.ctr.adaptors.adaptor import LinearAdaptor, has_text, info_nce
 from laserbatch.ctr.fields import Field
 
-NUM_NEIGHBOURS = 20  # of an item, the most frequent ones
-MAX_POSITIVES = 50  # newest ones of a user that are looked at: pairs are as many as their square
+NUM_NEIGHBOURS = 20  # number of neighbours of an item, the most frequent ones
+MAX_POSITIVES = 50  # only a user's newest positives form pairs, since the number of pairs grows with its square
 HIDDEN_DIM, ADAPTED_DIM = 64, 32
 TEMPERATURE = 0.2
 NUM_STEPS, BATCH_SIZE, LEARNING_RATE = 50, 512, 3e-3
 
 
 class ContrastiveAdaptor(LinearAdaptor):
-    """One adapter of each side, trained on behaviour before the network; without positives it stays as it began."""
+    """An adapter for each side, trained on behaviour, if there are positives, and then with the network."""
 
     entity_dim = ADAPTED_DIM
 
@@ -39,7 +39,7 @@ class ContrastiveAdaptor(LinearAdaptor):
         )
 
     def of_entities(self, side: int, numbers: torch.Tensor) -> torch.Tensor:
-        """f, zeros without a text: (batch,) -> (batch, ADAPTED_DIM) of length sqrt(ADAPTED_DIM)."""
+        """f scaled to length sqrt(ADAPTED_DIM), zeros without a text: (batch,) -> (batch, ADAPTED_DIM)."""
         vectors = self.get_buffer(f"vectors_{side}")[numbers]
         return torch.where(has_text(vectors), self._adapted(side, vectors) * ADAPTED_DIM**0.5, 0.0)
 
@@ -74,9 +74,9 @@ class ContrastiveAdaptor(LinearAdaptor):
 
 
 def items_liked_together(users: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each item with those that most users liked beside it, equal ones by number; at most NUM_NEIGHBOURS of an item.
+    """Pair each item with at most NUM_NEIGHBOURS items that most users liked too; ties go to the lower number.
 
-    From users and items, int64 (n,) in order of time, to items and neighbours, int64 (num_pairs,).
+    Maps users and items, int64 (n,) in order of time, to items and neighbours, int64 (num_pairs,).
     """
     if len(users) == 0:
         return users, items
@@ -86,7 +86,7 @@ def items_liked_together(users: np.ndarray, items: np.ndarray) -> tuple[np.ndarr
     users, items = users[is_newest], items[is_newest]
     distinct, places = np.unique(items, return_inverse=True)
     liked = sparse.csr_array((np.ones(len(users), np.float32), (users, places)))
-    liked.data[:] = 1  # however often
+    liked.data[:] = 1  # repeated likes count once
     together = (liked.T @ liked).tocoo()
     row, column = together.coords
     is_other = row != column

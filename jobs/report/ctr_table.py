@@ -22,7 +22,7 @@ THOUSANDTHS = 1000  # the lift per hour is small and is shown in thousandths of 
 
 @dataclass(frozen=True)
 class Gain:
-    """The gain in a model's mean AUC by knowledge; `is_shown` if, with several seeds, it exceeds the sum of both spreads."""
+    """The gain in mean AUC by knowledge; `is_shown` if, with several seeds, it exceeds the sum of both spreads."""
 
     auc: float
     is_shown: bool
