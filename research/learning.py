@@ -1,4 +1,4 @@
-"""What all trainings here share: models, batches, and a loop that a killed training continues to the same bytes."""
+"""Shared parts of all trainings: models, batches, and a training loop that resumes after a kill with equal results."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ BatchT = TypeVar("BatchT")
 
 
 def whole_model(folder: Path, device: str | torch.device = "cpu") -> PreTrainedModel:
-    """The model of a folder in float32."""
+    """Load the model of a folder in float32."""
     transformers_logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
@@ -38,7 +38,7 @@ def whole_model(folder: Path, device: str | torch.device = "cpu") -> PreTrainedM
 
 
 def with_lora(model: PreTrainedModel, rank: int, alpha: int):
-    """The model with an untrained LoRA in all linear layers. Raises ConfigError if peft is not installed."""
+    """Add an untrained LoRA to all linear layers of a model. Raises ConfigError if peft is not installed."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
@@ -48,7 +48,7 @@ def with_lora(model: PreTrainedModel, rank: int, alpha: int):
 
 
 def padded(rows: Sequence[np.ndarray], fill: int = 0, left: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of token ids, filled up to the longest, and which tokens are theirs: int64 and bool (len(rows), longest)."""
+    """Pad rows of token ids to the longest, int64 (len(rows), longest); also return the mask of their tokens, bool."""
     longest = max(map(len, rows))
     ids, is_real = np.full((len(rows), longest), fill, np.int64), np.zeros((len(rows), longest), bool)
     for number, row in enumerate(rows):
@@ -58,7 +58,7 @@ def padded(rows: Sequence[np.ndarray], fill: int = 0, left: bool = False) -> tup
 
 
 def batches_by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Numbers of all rows in batches of similar lengths."""
+    """Batch the numbers of rows by similar lengths."""
     order = np.argsort(lengths, kind="stable").tolist()
     return [order[start : start + size] for start in range(0, len(order), size)]
 
@@ -76,14 +76,14 @@ def train_steps(
 ) -> float:
     """Train the parameters of a module that require gradients, one step per batch; return the seconds of all attempts.
 
-    The learning rate rises over the first WARM_UP of all steps and falls to 0 at the last.
+    The learning rate rises over the first share WARM_UP of the steps, and falls towards 0 at the last step.
 
     Parameters
     ----------
-    folder : holds the checkpoint, which stays there; one of another `digest` is not used.
-    pace : the factor of a parameter's learning rate, by its name.
-    on_progress : called after each step with its number, from 1 on, and its loss.
-    after : called after each step before a checkpoint can hold it; after a kill perhaps again for the same step.
+    folder : holds the checkpoint, which stays there; a checkpoint with another `digest` is not used.
+    pace : returns the factor of a parameter's learning rate, given the parameter's name.
+    on_progress : called after each step with its number, from 1, and its loss.
+    after : called after each step, before its checkpoint is written; after a kill it may be called again for a step.
     """
     learned = {name: each for name, each in module.named_parameters() if each.requires_grad}
     groups = [{"params": [each], "pace": pace(name)} for name, each in learned.items()]
@@ -112,33 +112,33 @@ def train_steps(
 
 
 def save_whole(tensors: dict[str, torch.Tensor], path: Path, facts: dict) -> None:
-    """Write a file of tensors atomically."""
+    """Write tensors and facts to a file, atomically."""
     whole = {name: each.cpu().contiguous() for name, each in tensors.items()}
     with atomic_path(path) as temporary:
         save_file(whole, temporary, {"facts": json.dumps(facts)})
 
 
 def files_in(folder: Path) -> set[str]:
-    """Names of the files of a folder, without temporary files of a killed training."""
+    """The names of the files of a folder, without temporary files of a killed training."""
     return {path.name for path in folder.glob("*")} - {path.name for path in leftovers(folder)}
 
 
 def require_own_folder(folder: Path, kind: str, *names: str) -> None:
-    """Raise ConfigError if a folder has files, but neither a checkpoint nor one of `names`, as what is trained has."""
+    """Raise ConfigError if a folder has files, but neither a checkpoint nor one of `names`, the files of a training."""
     others = files_in(folder)
     if others and not others & {CHECKPOINT_NAME, *names}:
         raise ConfigError(f"{folder} holds other things than a {kind} ({min(others)}): give a new folder")
 
 
 def drop_files(folder: Path, *names: str) -> None:
-    """Delete files that only a running training needs, and temporary files that a killed one left of them."""
+    """Delete files that only a running training needs, and their temporary files that a killed training left."""
     unfinished = (path for path in leftovers(folder) if path.name.startswith(tuple(f".{name}." for name in names)))
     for path in (*(folder / name for name in names), *unfinished):
         path.unlink(missing_ok=True)
 
 
 def read_facts(path: Path) -> dict:
-    """The facts in a file of tensors; empty if the file is missing or damaged."""
+    """The facts in a file of `save_whole`; empty if the file is missing or damaged."""
     if not path.is_file():
         return {}
     try:
@@ -161,7 +161,7 @@ def _keep(learned: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, pa
 def _resumed(
     learned: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, path: Path, digest: str
 ) -> tuple[int, float]:
-    """Load a checkpoint of the same training; return its steps and seconds."""
+    """Load the checkpoint if it is of the same training; return its number of steps and seconds, otherwise zeros."""
     facts = read_facts(path)
     if facts.get("digest") != digest:
         return 0, 0.0

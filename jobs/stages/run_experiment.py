@@ -76,8 +76,7 @@ class Experiment:
 def settings_of_framework(settings: Settings, framework: str) -> Settings:
     """The settings with the templates and the adaptor of a framework.
 
-    Among several templates the configured one is taken, otherwise `<framework>_<side>`. Raises ConfigError if no
-    template remains, or several.
+    Among several templates the configured one is taken, then `<framework>_<side>`; otherwise raises ConfigError.
     """
     knowledge, folder = settings.knowledge, settings.knowledge.template_dir
     stems = {path.stem for place in filter(None, (folder, SHIPPED_TEMPLATES)) for path in place.glob("*.yaml")}

@@ -1,4 +1,4 @@
-"""`laserbatch drafter train`: train a drafter for the model on its own texts."""
+"""`laserbatch drafter train`: train a drafter for the model on texts that the model wrote."""
 
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 def train(
     kind: Kind = typer.Argument(
         ...,
-        help="medusa, eagle, hass: a head on the model's hidden states; medusa2: the same and an adapter of the model; "
-        "small: a model.",
+        help="medusa, eagle, hass: a head on the model's hidden states; medusa2: such a head and an adapter of the "
+        "model; small: a small model.",
     ),
     out: Path = typer.Option(
         ..., help="Folder to write. If the same training was killed, the command goes on with it.", **TO_FOLDER
@@ -27,7 +27,7 @@ def train(
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     run: str | None = typer.Option(
-        None, "--run", show_default="the published run", help="Run whose texts it learns from."
+        None, "--run", show_default="the published run", help="Run whose texts the drafter learns from."
     ),
     num_texts: int = typer.Option(
         NUM_TEXTS, "--texts", min=40, help="Number of the newest texts, of that run and earlier ones, to learn from."

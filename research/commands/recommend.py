@@ -1,4 +1,4 @@
-"""`laserbatch recommend` and `laserbatch recommender ...`: nightly lists of items, and the models that make them."""
+"""`laserbatch recommend` and `laserbatch recommender ...`: make nightly lists of items, and train their models."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 def recommend(
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
-    date: str = typer.Option(..., help="Date of the lists, which use what was known at the end of this day."),
+    date: str = typer.Option(..., help="Date of the lists; they use what was known at the end of this day."),
     force: bool = typer.Option(
         False, help="Also make new lists for unchanged users, in a new run; also accept a date after tomorrow."
     ),

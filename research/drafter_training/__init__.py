@@ -1,1 +1,1 @@
-"""Training of drafters from texts that a target wrote."""
+"""Trains drafters on texts that their target wrote."""

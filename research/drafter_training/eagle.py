@@ -1,8 +1,8 @@
-"""EAGLE's head (Li et al., ICML 2024, section 3.2), and HASS (Zhang et al., ICLR 2025, section 3) for the same head.
+"""Trains EAGLE's head (Li et al., ICML 2024, section 3.2), also by HASS (Zhang et al., ICLR 2025, section 3).
 
-While it drafts, a head reads features that it predicted itself, which never occur in training on the target's alone.
-HASS trains it over several steps, each on the features that the step before predicted ("harmonized context alignment"),
-and on the likeliest tokens of the target ("harmonized objective distillation").
+While drafting, a head reads features that it predicted itself; training on the target's features alone never shows it
+such features. HASS trains over several steps, each on the features that the step before predicted ("harmonized context
+alignment"), and on the target's most likely tokens ("harmonized objective distillation").
 """
 
 from collections.abc import Iterator
@@ -16,17 +16,17 @@ from laserbatch.research.drafter_training.texts import Batch, Target
 from laserbatch.research.drafters.eagle import EagleHead
 
 STEPS_NAME = "laserbatch_steps"
-CLASS_WEIGHT = 0.1  # of the cross entropy beside the features' loss (EAGLE, Eq. 5)
+CLASS_WEIGHT = 0.1  # weight of the cross entropy relative to the features' loss (EAGLE, Eq. 5)
 NUM_LIKELIEST = 10  # K of HASS's top-K distillation (its Eq. 1)
 ALIGNED_STEPS = 3
-_steps: list[tuple[torch.Tensor, ...]] = []  # keys and values of the steps so far over the same tokens
+_steps: list[tuple[torch.Tensor, ...]] = []  # keys and values of the previous steps over the same tokens
 
 
 def steps_attention(module, query, key, value, attention_mask, scaling=None, **_) -> tuple[torch.Tensor, None]:
-    """Attention of step j of several over the same tokens: (B, n, num_heads, head_dim).
+    """Attention in step j of several steps over the same tokens: (B, n, num_heads, head_dim).
 
-    The query at place t sees the step's own key there, that of the step before at t - 1, and so on, as it would in the
-    draft of the j-th token; further back it sees the keys of the first step, which are of the target's features.
+    The query at position t attends to its own step's key at t, the previous step's key at t - 1, and so on, as in the
+    draft of the j-th token. Further back it attends to the first step's keys, which come from the target's features.
     """
     num_folded = query.shape[1] // key.shape[1]
     _steps.append(tuple(each.repeat_interleave(num_folded, 1) for each in (key, value)))
@@ -36,7 +36,7 @@ def steps_attention(module, query, key, value, attention_mask, scaling=None, **_
     places = torch.arange(n, device=query.device)
     is_seen = places[:, None] - places[None, :] >= num_back
     scores = [(query @ first_keys.transpose(-1, -2) * scale).masked_fill(~is_seen, -torch.inf)]
-    for back in range(num_back):  # from the step's own to the second one's
+    for back in range(num_back):  # from the current step back to the second
         keys = _steps[-1 - back][0].roll(back, 2)
         step_scores = (query * keys).sum(-1, keepdim=True) * scale
         scores.append(step_scores.masked_fill((places < back)[:, None], -torch.inf))
@@ -51,9 +51,9 @@ AttentionInterface.register(STEPS_NAME, steps_attention)
 
 
 class Eagle(Method):
-    """The head, trained over `num_steps` steps: one is EAGLE, more are HASS's context alignment.
+    """Trains the head over `num_steps` steps: one step is EAGLE, more are HASS's context alignment.
 
-    `distils` : HASS's loss of the target's likeliest tokens is added.
+    `distils` : add HASS's loss of the target's most likely tokens.
     """
 
     def __init__(self, target: Target, config: LlamaConfig, num_steps: int, distils: bool) -> None:
@@ -81,7 +81,7 @@ class Eagle(Method):
             yield torch.log_softmax(self._target.logits_of(predicted[:, depth:last]), -1)
 
     def _steps_of(self, batch: Batch, num_steps: int) -> Iterator[torch.Tensor]:
-        """Features (B, T, hidden_size) of the next tokens by each step, from the predictions of the step before."""
+        """Yield each step's predicted features (B, T, hidden_size) of the next tokens, from the step before's."""
         embeddings = self._target.embed(batch.tokens).float()
         features, positions = batch.features[:, :-1], torch.arange(batch.tokens.shape[1], device=self._target.device)
         _steps.clear()

@@ -1,4 +1,4 @@
-"""Medusa: heads learn from the target's own texts (Cai et al., ICML 2024).
+"""Trains Medusa heads on the target's own texts (Cai et al., ICML 2024).
 
 Medusa-1 does not change the target (section 2.2.1). Medusa-2 adapts the target to its heads (2.2.2) by a LoRA adapter;
 self-distillation (2.3.2) keeps the adapted model close to the target.
@@ -19,8 +19,8 @@ from laserbatch.research.drafter_training.texts import Batch, Target
 from laserbatch.research.drafters.medusa import MedusaHeads
 from laserbatch.research.learning import with_lora
 
-DECAY = 0.8  # the loss of head k counts 0.8^k
-HEADS_WEIGHT = 0.2  # weight of the heads' loss beside the divergence of the adapted model from the target
+DECAY = 0.8  # the loss of head k has the weight 0.8^k
+HEADS_WEIGHT = 0.2  # weight of the heads' loss relative to the divergence of the adapted model from the target
 RANK, ALPHA, ADAPTER_PACE = 16, 8, 0.1
 ADAPTER_NAME = "adapter"
 

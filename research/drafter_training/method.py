@@ -1,4 +1,4 @@
-"""The interface of ways to train a drafter, and the evaluation of a drafter."""
+"""The interface of methods that train a drafter, and the evaluation of a drafter."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from laserbatch.research.drafters.trained import CONFIDENCES, WEIGHTS_NAME, Draf
 
 DEPTHS = 5
 BATCH_SIZE = 8
-NUM_CANDIDATES = 4  # of each place, whose confidence is compared with how often they are right
+NUM_CANDIDATES = 4  # at each place, acceptance curves are fitted to this many most likely tokens
 
 
 class Method:
@@ -23,7 +23,7 @@ class Method:
     module: nn.Module
 
     def save(self, folder: Path, model_dir: Path) -> None:
-        """Write the weights for the target of a folder, as `drafters/trained.py` reads them."""
+        """Write the weights as `drafters/trained.py` reads them; `model_dir` is the folder of the target."""
         save_weights(self.module, folder)
 
     def pace(self, name: str) -> float:
@@ -35,9 +35,9 @@ class Method:
         raise NotImplementedError
 
     def log_probs_by_depth(self, batch: Batch, num_depths: int) -> Iterator[torch.Tensor]:
-        """Log probabilities (B, T - j, vocab_size) of token s + j for depth j = 1, 2, ..., as drafted after token s.
+        """Yield for depths j = 1, 2, ... log probabilities (B, T - j, vocab_size) of token s + j drafted after token s.
 
-        The tokens between are the right ones.
+        The drafted tokens between them are assumed to be the text's tokens.
         """
         raise NotImplementedError
 
@@ -69,14 +69,14 @@ def judged(card: DrafterCard, method: Method, target: Target, texts: Sequence[Tr
         for length, of_text in zip(batch.is_token.sum(1).tolist(), runs.tolist(), strict=True):
             num_tokens, num_steps = num_tokens + length, num_steps + _steps(of_text[:length])
     curves = tuple(_curve(*map(np.concatenate, zip(*of_depth, strict=True))) for of_depth in pairs if of_depth)
-    acceptance = (right / np.maximum(num_drafted, 1))[: len(curves)]  # of the depths that it drafts
+    acceptance = (right / np.maximum(num_drafted, 1))[: len(curves)]  # only depths that the drafter has
     tokens_per_step = round(num_tokens / max(1, num_steps), 4)
     results = {"acceptance": tuple(acceptance.round(4).tolist()), "curves": curves, "tokens_per_step": tokens_per_step}
     return card.model_copy(update=results)
 
 
 def _steps(runs: list[int]) -> int:
-    """Number of steps of a text if `runs[s]` drafted tokens are right after token s; step 1 writes token 0."""
+    """The number of steps of a text if `runs[s]` drafted tokens after token s are accepted; step 1 writes token 0."""
     num_steps, place = 1, 0
     while place < len(runs) - 1:
         place += runs[place] + 1
@@ -85,7 +85,7 @@ def _steps(runs: list[int]) -> int:
 
 
 def _curve(confidence: np.ndarray, is_right: np.ndarray) -> tuple[float, ...]:
-    """The nondecreasing share of right tokens at each of CONFIDENCES; the confidence itself without data."""
+    """Fit the share of right tokens, nondecreasing, at each of CONFIDENCES; without data, return the confidences."""
     if confidence.size == 0:
         return CONFIDENCES
     fit = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip").fit(confidence.ravel(), is_right.ravel())

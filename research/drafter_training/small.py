@@ -1,4 +1,4 @@
-"""A small model of the target's tokenizer, by distillation from the target's own texts."""
+"""Trains a small model with the target's tokenizer, by distillation on the target's own texts."""
 
 import shutil
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from laserbatch.research.drafter_training.texts import Batch, Target
 
 
 class Small(Method):
-    """A Llama, which learns by the cross entropy to the target's distribution (Kim and Rush 2016, 3.1)."""
+    """Trains a Llama by the cross entropy to the target's distribution (Kim and Rush 2016, 3.1)."""
 
     def __init__(self, target: Target, config: LlamaConfig) -> None:
         self._model = LlamaForCausalLM(config)
@@ -38,6 +38,6 @@ class Small(Method):
             yield log_q[:, depth:]
 
     def _log_q(self, batch: Batch) -> torch.Tensor:
-        """Log probabilities of each token given those before it: (B, T, vocab_size)."""
+        """Log probabilities of each token given the tokens before it: (B, T, vocab_size)."""
         logits = self.module(**batch.inputs, logits_to_keep=batch.tokens.shape[1] + 1).logits
         return torch.log_softmax(logits[:, :-1].float(), -1)

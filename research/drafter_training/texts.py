@@ -1,4 +1,4 @@
-"""Texts to train on, in batches, with the hidden states and logits of the target."""
+"""Batches of texts to train on, with the hidden states and logits of the target."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,8 +27,8 @@ class TrainingText:
 class Batch:
     """B texts of at most T tokens.
 
-    `tokens` int64 (B, T) and `is_token` bool (B, T). `prompts` int64 (B, P), padded on the left, `is_prompt` bool
-    (B, P). `features` are the target's states as `features_by` returns them.
+    `tokens` is int64 (B, T), `is_token` bool (B, T). `prompts`, int64 (B, P), are padded on the left; `is_prompt` is
+    bool (B, P). `features` are the target's hidden states, from `features_by`.
     """
 
     tokens: torch.Tensor
@@ -39,24 +39,24 @@ class Batch:
 
     @property
     def inputs(self) -> dict[str, torch.Tensor | bool]:
-        """Each prompt and its text, as arguments of a transformers model."""
+        """The arguments of a transformers model for each prompt followed by its text."""
         ids, mask = torch.cat((self.prompts, self.tokens), 1), torch.cat((self.is_prompt, self.is_token), 1)
         positions = (mask.cumsum(1) - 1).clamp_min(0)
         return {"input_ids": ids, "attention_mask": mask.long(), "position_ids": positions, "use_cache": False}
 
     def features_by(self, body: torch.nn.Module) -> torch.Tensor:
-        """Last hidden states float32 (B, T + 1, hidden_size); state i chooses token i."""
+        """Last hidden states, float32 (B, T + 1, hidden_size); state i predicts token i."""
         return body(**self.inputs).last_hidden_state.float()[:, self.prompts.shape[1] - 1 :]
 
 
 def held_back(texts: Sequence[TrainingText]) -> tuple[list[TrainingText], list[TrainingText]]:
-    """Texts to train on, and at least one held back for the evaluation."""
+    """Split texts into texts to train on and texts, at least one, that are held back for the evaluation."""
     judged = list(texts[::HELD_BACK_EVERY])
     return [text for number, text in enumerate(texts) if number % HELD_BACK_EVERY], judged
 
 
 def batches_of(texts: Sequence[TrainingText], size: int, seed: int | None = None) -> list[list[TrainingText]]:
-    """All texts, batched by similar length; `seed` shuffles the batches."""
+    """Batch texts of similar length; `seed` shuffles the batches."""
     numbered = batches_by_length([len(text.token_ids) for text in texts], size)
     batches = [[texts[number] for number in numbers] for numbers in numbered]
     if seed is None:
@@ -65,7 +65,7 @@ def batches_of(texts: Sequence[TrainingText], size: int, seed: int | None = None
 
 
 class Target:
-    """A transformers model in memory, which is not trained."""
+    """A transformers model in memory, with frozen weights."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -83,5 +83,5 @@ class Target:
         return batch
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor:
-        """float32 (..., vocab_size) of last hidden states (..., hidden_size)."""
+        """Logits, float32 (..., vocab_size), of last hidden states (..., hidden_size)."""
         return self._head.logits_of(states.flatten(0, -2)).float().unflatten(0, states.shape[:-1])

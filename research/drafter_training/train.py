@@ -1,4 +1,4 @@
-"""The training of every kind of drafter into a folder; the same call continues a training that was killed."""
+"""Trains any kind of drafter into a folder; the same call continues a training that was killed."""
 
 import hashlib
 import time
@@ -27,8 +27,8 @@ USUAL_WIDTH = 256
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """`small_share` is the width of a small model over the target's. `learning_rate` is for a target as wide as
-    USUAL_WIDTH; wider ones learn at a proportionally lower rate (Yang et al. 2022)."""
+    """`small_share` is the width of a small model as a share of the target's. `learning_rate` is for targets up to the
+    width USUAL_WIDTH; wider ones get a proportionally lower rate (Yang et al. 2022)."""
 
     epochs: int = 3
     batch_size: int = 8
@@ -46,10 +46,10 @@ def train_drafter(
     options: TrainingOptions | None = None,
     on_progress: Callable[[int, float], None] = lambda step, loss: None,
 ) -> DrafterCard:
-    """Train a drafter for the model of a folder on texts that it wrote, and write it; equal inputs give equal bytes.
+    """Train a drafter for the model in `model_dir` on texts that it wrote, and write the drafter into `folder`.
 
-    `on_progress` is called after each step with its number and its loss. Raises ConfigError if there are too few texts,
-    or other files in the folder.
+    Equal inputs give equal bytes. `on_progress` is called after each step with its number and its loss. Raises
+    ConfigError if there are too few texts, or other files in the folder.
     """
     options = options or TrainingOptions()
     if len(texts) < MIN_TEXTS:
@@ -90,7 +90,7 @@ def train_drafter(
 
 
 def num_steps(num_texts: int, options: TrainingOptions) -> int:
-    """Number of steps of a training on `num_texts` texts, some of them held back."""
+    """The number of steps of a training on `num_texts` texts, some of which are held back."""
     num_shown = num_texts - -(-num_texts // HELD_BACK_EVERY)
     return options.epochs * -(-num_shown // options.batch_size)
 

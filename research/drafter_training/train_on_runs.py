@@ -1,4 +1,4 @@
-"""Drafters trained on the texts that runs wrote."""
+"""Trains drafters on the texts of runs."""
 
 from functools import partial
 from pathlib import Path
@@ -21,11 +21,11 @@ from laserbatch.research.drafters.trained import DrafterCard
 
 
 def train_on_runs(night: Night, kind: Kind, folder: Path, num_texts: int, epochs: int) -> DrafterCard:
-    """Train a drafter for the model on the newest texts of a run and of those before it; see `train_drafter`.
+    """Train a drafter for the model on the newest texts of a run and of earlier runs; see `train_drafter`.
 
-    Raises ConfigError: too few texts.
+    Raises ConfigError if there are too few texts.
     """
-    torch.set_num_threads(usable_cores())  # whatever was done before: sums come out by it
+    torch.set_num_threads(usable_cores())  # fixed, since the bits of sums depend on the number of threads
     options = TrainingOptions(epochs=epochs, seed=night.settings.seed)
     texts = texts_of_runs(night, num_texts)
     say(f"training a drafter ({kind}) on {counted(len(texts), 'text')} of {night.run.run_id} and before")
@@ -38,7 +38,7 @@ def train_on_runs(night: Night, kind: Kind, folder: Path, num_texts: int, epochs
 
 
 def texts_of_runs(night: Night, num_texts: int) -> list[TrainingText]:
-    """Prompts and the texts that the model wrote to them, half of each side; of each entity the newest."""
+    """Prompts and the texts that the model wrote for them, half of each side, with the newest text of each entity."""
     target, texts_of_sides = model_identity(night.settings.model_dir), []
     not_built_on = night.workspace.publication.not_built_on()
     for side in SIDES:

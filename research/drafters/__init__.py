@@ -1,1 +1,1 @@
-"""Ways to draft beside retrieval: trained heads and small models, the model's alternatives (AASD), lookahead."""
+"""Drafters besides retrieval: trained heads and small models, the model's alternatives (AASD), lookahead."""

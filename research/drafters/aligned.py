@@ -1,7 +1,7 @@
 """Drafts from the context, with the target's alternatives to it (AASD: Wang et al. 2025, sections 3.1 and 3.2).
 
-The prefill of a prompt gives the target's distribution at each of its places: up to two tokens there that are likelier
-than the prompt's own are stored, and drafted beside it.
+The prefill of a prompt gives the target's distribution at each position. Up to two tokens that are more likely there
+than the prompt's token are stored, and drafted as its alternatives.
 """
 
 import numpy as np
@@ -13,17 +13,17 @@ from laserbatch.pipeline.decoding.sequence import DecodingSequence
 from laserbatch.pipeline.decoding.token_tree import ROOT, TokenTree
 from laserbatch.retrieval_pools.sources import SOURCE_ALIGNED, SOURCE_OUTPUT, SOURCE_PROMPT
 
-MAX_KEY_TOKENS = 6  # length of the longest n-gram that is looked up
-LENGTH = 6  # tokens of an n-gram
+MAX_KEY_TOKENS = 6  # maximum length of the suffix that is looked up
+LENGTH = 6  # tokens of an n-gram that is drafted
 MAX_NGRAMS = 3
 MAX_ALTERNATIVES = 2
-# Acceptance of a token after 1, 2, ... matching tokens, and of the target's likelier choice there.
+# Estimated acceptance of a token after 1, 2, ... matching tokens, and of an alternative.
 ACCEPTANCE, OF_ALTERNATIVE = (0.3, 0.45, 0.6, 0.7, 0.8, 0.85), 0.3
 ROWS_AT_ONCE = 256
 
 
 class AlignedDrafter(Drafter):
-    """Drafts n-grams of the context after the longest key, with alternatives if they are of the prompt."""
+    """Drafts n-grams of the context after the longest matching suffix; tokens of the prompt come with alternatives."""
 
     observes = "prefill"
 
@@ -59,7 +59,7 @@ class AlignedDrafter(Drafter):
 
     @torch.inference_mode()
     def observe(self, observation: Observation) -> None:
-        """Store the alternatives to prompt tokens that a step computed."""
+        """Store the alternatives to prompt tokens from the hidden states of a step."""
         of_prompt = np.array([sequence.num_prompt for sequence in observation.sequences])[observation.sequence_of]
         seen = np.flatnonzero(observation.positions < of_prompt - 1)
         for first in range(0, len(seen), ROWS_AT_ONCE):
@@ -80,11 +80,11 @@ class AlignedDrafter(Drafter):
 
 
 def ngrams_behind(context: np.ndarray) -> tuple[list[int], int]:
-    """Starts of the MAX_NGRAMS last n-grams after the longest repeated suffix of the context, the newest first.
+    """The starts of the last MAX_NGRAMS n-grams after the longest repeated suffix of the context, the newest first.
 
     The second result is the length of that suffix, MAX_KEY_TOKENS at most.
     """
-    ends = np.flatnonzero(context[:-1] == context[-1])  # the last tokens of keys
+    ends = np.flatnonzero(context[:-1] == context[-1])  # where earlier occurrences of the suffix end
     num_alike = 1
     while num_alike < min(MAX_KEY_TOKENS, len(context) - 1):
         longer = ends[ends >= num_alike]

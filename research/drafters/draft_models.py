@@ -1,4 +1,4 @@
-"""The trained draft models of a target in memory: small models and a head."""
+"""The draft models of a target in memory: small models and a trained head."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -24,7 +24,7 @@ DEFAULTS = TrainedOptions()
 
 
 class SmallModel(CachedModel):
-    """A small model that drafts for the target, with a KV cache of its own beside the target's."""
+    """A small model that drafts for the target, with its own KV cache."""
 
     def __init__(
         self, loaded: LoadedModel, max_rows: int, max_tokens: int, log_acceptance=None, attention: str = "torch"
@@ -54,7 +54,7 @@ class SmallModel(CachedModel):
 
 @dataclass(frozen=True)
 class DraftModels:
-    """Small models with their cards, and a head; `options` has the size of their drafts."""
+    """Small models with their cards, and a head; `options` sets the size of their drafts."""
 
     small: tuple[LoadedModel, ...] = ()
     cards: tuple[DrafterCard | None, ...] = ()
@@ -78,12 +78,12 @@ class DraftModels:
 
     @property
     def bytes_per_token(self) -> int:
-        """Memory of a token in all of their KV caches."""
+        """The bytes of a token in the KV caches of all draft models."""
         of_head = 0 if self.head is None else self.head.bytes_per_token
         return of_head + sum(loaded.bytes_per_token for loaded in self.small)
 
     def drafters(self, decoding: DecodingSettings, budget: Budget, max_tokens: int) -> list[Drafter]:
-        """A drafter for each model, or for all models of a kind under a rule that verifies sampled drafts."""
+        """A drafter for each model; a verifier of sampled drafts gets one for all small models and one for the head."""
         limits, shape = (decoding.batch_size, max_tokens), shape_of(self.options, decoding.verifier, budget)
         small: list[DraftModel] = [
             SmallModel(loaded, *limits, card and card.log_acceptance, decoding.attention)
@@ -99,12 +99,12 @@ class DraftModels:
 
 
 def vocabulary_of(loaded: LoadedModel) -> dict[str, int] | None:
-    """The vocabulary of its tokenizer, if it has one."""
+    """The vocabulary of the model's tokenizer; None without a tokenizer."""
     return None if loaded.tokenizer is None else loaded.tokenizer.get_vocab()
 
 
 def shape_of(options: TrainedOptions, verifier: str, budget: Budget) -> TreeShape:
-    """The shape of drafts under a rule, within the budget, since sampled drafts must not be cut."""
+    """The tree shape for a verifier. It keeps to the budget, since sampled drafts must not be cut later."""
     width = min(options.width, budget.max_draft_tokens)
     length = min(options.length, budget.max_draft_tokens // width)
     match verifier:

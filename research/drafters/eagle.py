@@ -1,9 +1,9 @@
 """EAGLE's head: one decoder layer that continues from the target's features (Li et al., ICML 2024, section 3).
 
 A feature is the target's last hidden state, which its output layer reads. The head takes the feature of a token and the
-embedding of the next one, and predicts the next one's feature; deeper draft tokens build on its own predictions. A head
-that was trained by HASS (Zhang et al., ICLR 2025) is the same head. It uses the feature of a prompt's last token only,
-since those of a shared prefix are not computed for each prompt.
+embedding of the next token, and predicts the next token's feature; deeper draft tokens build on its own predictions.
+HASS (Zhang et al., ICLR 2025) trains the same head. Of a prompt, the head uses only the last token's feature, since the
+features of a shared prefix are not computed for each prompt.
 """
 
 import numpy as np
@@ -23,9 +23,9 @@ from laserbatch.research.drafters.model_drafter import CachedModel
 
 
 class EagleHead(nn.Module):
-    """Predicts the features of next tokens from the features of tokens and the embeddings of the next ones.
+    """Predicts the features of next tokens from the features of tokens and the embeddings of the next tokens.
 
-    `config` : of a Llama with this one layer; `config._attn_implementation` names its attention.
+    `config` : the configuration of a Llama with one layer; `config._attn_implementation` names the attention.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -37,17 +37,17 @@ class EagleHead(nn.Module):
         self.rotary = LlamaRotaryEmbedding(config)
 
     def forward(self, embeddings: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """(batch, num_tokens, hidden_size) both, positions (1, num_tokens): features of the next tokens, like them."""
+        """`embeddings`, `features` and the result are (batch, num_tokens, hidden_size), positions (1, num_tokens)."""
         hidden = self.join(torch.cat((embeddings, features), -1))
         output = self.layer(hidden, position_embeddings=self.rotary(hidden, position_ids), position_ids=position_ids)
         return output if isinstance(output, torch.Tensor) else output[0]
 
 
 class _PackedHead:
-    """A head in the two parts that `ModelRunner` calls: hidden states, and their logits.
+    """A head with the two parts that `ModelRunner` calls: hidden states, and their logits.
 
-    The features of a forward's tokens are no argument of it: those of a step that may be captured are in one buffer,
-    where a replay reads them. Results of padding are never used.
+    `take` sets the features of a forward's tokens in advance. If the forward may be captured as a CUDA graph, they go
+    to one buffer, which a replay reads. Results of padding are never used.
     """
 
     def __init__(self, head: EagleHead, embed, logits_of) -> None:
@@ -63,7 +63,7 @@ class _PackedHead:
             self._features = self._static
 
     def hidden_of(self, token_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """Features of a step's next tokens, padding included: (num_tokens, hidden_size) for ids (1, num_tokens)."""
+        """The next tokens' features, (num_tokens, hidden_size), for ids (1, num_tokens), which include padding."""
         features = self._features[None, : token_ids.shape[1]]
         return self._head(self._embed(token_ids), features, position_ids)[0]
 
@@ -71,7 +71,7 @@ class _PackedHead:
 class EagleModel(CachedModel):
     """An EAGLE head and its KV cache, as a draft model.
 
-    `embed` and `logits_of` are the target's layers: token ids int64[n] to (n, hidden_size), these to (n, vocab_size).
+    `embed` and `logits_of` are the target's layers: token ids int64[n] to (n, hidden_size), that to (n, vocab_size).
     """
 
     observes = "decode"
@@ -103,7 +103,7 @@ class EagleModel(CachedModel):
     def log_q(self, trees: TreeBatch, tree_of: np.ndarray, places: np.ndarray) -> torch.Tensor:
         if len(trees) == 0:
             return torch.log_softmax(self._root[to_device(tree_of, self._root.device)].float(), -1)
-        # In the order of a forward: the last token of each tree, then its nodes, which take their parents' features.
+        # A forward has for each tree the last token, then the nodes; a node takes the feature of its parent.
         roots = trees.starts + np.arange(trees.num_trees)
         features = self._last.new_empty(len(trees) + trees.num_trees, self._last.shape[1])
         device = features.device

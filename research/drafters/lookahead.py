@@ -1,9 +1,9 @@
 """Lookahead decoding (Fu et al., ICML 2024): the target itself guesses the drafts, without texts or draft models.
 
-Beside the draft, a step computes a window: guesses of NGRAM - 1 earlier steps at WIDTH places ahead. The oldest are
-a chain below the root, and each later guess hangs below the one a place before it (section 3.1, Figure 2), so the
-window is a tree like any draft. The target's choice after the last guess of a column completes an n-gram; n-grams that
-begin with the last token of a text are its drafts (section 3.2).
+Besides the draft, a step computes a window: the guesses of NGRAM - 1 earlier steps for the next WIDTH positions. The
+oldest guesses are a chain below the root, and each later guess is a child of the guess one position before it (section
+3.1, Figure 2), so the window is a tree like any draft. The target's choice after the last guess of a column completes
+an n-gram; n-grams that begin with the last token of a text are drafted (section 3.2).
 """
 
 from collections import OrderedDict, defaultdict
@@ -16,8 +16,8 @@ from laserbatch.pipeline.decoding.token_tree import ROOT, TokenTree
 from laserbatch.retrieval_pools.sources import SOURCE_LOOKAHEAD
 
 WIDTH, NGRAM = 4, 4
-MAX_NGRAMS = 4  # that begin with the same token: the newest
-LOG_ACCEPTANCE = np.log(0.6)  # of the next token of an n-gram, as measured on sample profiles
+MAX_NGRAMS = 4  # number of n-grams kept per first token, the newest
+LOG_ACCEPTANCE = np.log(0.6)  # acceptance of the next token of an n-gram, measured on sample profiles
 
 
 class _Guesses:
@@ -28,7 +28,7 @@ class _Guesses:
         self.ngrams: defaultdict[int, OrderedDict[tuple[int, ...], None]] = defaultdict(OrderedDict)
 
     def remember(self, ngram: tuple[int, ...]) -> None:
-        """Add an n-gram as the newest with its first token, and keep the newest of those."""
+        """Add an n-gram as the newest one with its first token; drop the oldest ones beyond MAX_NGRAMS."""
         newest = self.ngrams[ngram[0]]
         newest.pop(ngram[1:], None)
         newest[ngram[1:]] = None
@@ -37,7 +37,7 @@ class _Guesses:
 
 
 class LookaheadDrafter(Drafter):
-    """Guesses at WIDTH places; drafts the newest n-grams of NGRAM tokens with the same first token."""
+    """Guesses WIDTH positions ahead; drafts the newest n-grams that begin with the last token."""
 
     observes = "decode"
 
@@ -49,7 +49,7 @@ class LookaheadDrafter(Drafter):
         if guesses is None:
             guesses = self._guesses[sequence] = _Guesses(sequence)
         tokens, parents = guesses.window.ravel().tolist(), [*range(-1, WIDTH - 1), *range(WIDTH * (NGRAM - 2))]
-        acceptance = [0.0] * len(tokens)  # they are computed to see what follows
+        acceptance = [0.0] * len(tokens)  # acceptance 1: always computed
         for ngram in reversed(guesses.ngrams.get(int(sequence.context[-1]), ())):
             for depth, token in enumerate(ngram):
                 parents.append(ROOT if depth == 0 else len(tokens) - 1)
@@ -60,8 +60,8 @@ class LookaheadDrafter(Drafter):
         return TokenTree(*arrays, source)
 
     def observe(self, observation: Observation) -> None:
-        """Add the target's choices after the windows of a step as new guesses."""
-        looked_up: list[tuple[_Guesses, int, int]] = []  # a window, its column and the row behind it
+        """Add the target's choices after the columns of each window as new guesses."""
+        looked_up: list[tuple[_Guesses, int, int]] = []  # a window, a column of it and the row of its last guess
         for number, sequence in enumerate(observation.sequences):
             guesses = self._guesses.get(sequence)
             if guesses is not None and observation.trees.sizes[number]:
@@ -83,7 +83,7 @@ class LookaheadDrafter(Drafter):
 
 
 def columns_of(tree: TokenTree, window: np.ndarray) -> list[tuple[int, int]]:
-    """The columns of the window that a verified tree holds completely, each with the place of its last guess."""
+    """The columns of the window that are completely in a verified tree, each with the node of its last guess."""
     keys = list(zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True))
     below = {key: place for place, key in reversed(list(enumerate(keys)))}
     columns, oldest = [], ROOT

@@ -1,4 +1,4 @@
-"""Medusa heads: each predicts a token further ahead from a hidden state of the target (Cai et al., ICML 2024, 2.1)."""
+"""Medusa heads: head k predicts the k-th token ahead from a hidden state of the target (Cai et al., ICML 2024, 2.1)."""
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from laserbatch.research.drafters.model_drafter import DraftModel
 
 
 class MedusaHeads(nn.Module):
-    """Residual blocks, one for each token ahead, whose results the target's output layer reads.
+    """Residual blocks, one for each token ahead; the target's output layer reads their results.
 
     A block starts as the identity, with zero weights, as in section 2.2.1.
     """
@@ -26,15 +26,15 @@ class MedusaHeads(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """States for the first, second, ... token after each hidden state (..., hidden_size): (..., num_heads,
-        hidden_size)."""
+        """States (..., num_heads, hidden_size) of the first, second, ... token after the token that each hidden state
+        (..., hidden_size) predicts."""
         return torch.stack([hidden + nn.functional.silu(block(hidden)) for block in self.blocks], -2)
 
 
 class MedusaModel(DraftModel):
-    """Medusa heads as a draft model; the prediction of a head does not depend on the path above it.
+    """Medusa heads as a draft model; the prediction of a head does not depend on the drafted path.
 
-    `logits_of` is the target's output layer, (n, hidden_size) to (n, vocab_size).
+    `logits_of` is the target's output layer, from (n, hidden_size) to (n, vocab_size).
     """
 
     observes = "decode"
@@ -42,7 +42,7 @@ class MedusaModel(DraftModel):
     def __init__(self, heads: MedusaHeads, logits_of, log_acceptance=None) -> None:
         self._heads, self._logits_of = heads, logits_of
         self.log_acceptance = log_acceptance or self.log_acceptance
-        self._hidden: dict[DecodingSequence, torch.Tensor] = {}  # the state that chose the last token
+        self._hidden: dict[DecodingSequence, torch.Tensor] = {}  # the state that predicted the last token
 
     def has_room(self, sequence: DecodingSequence) -> bool:
         return sequence in self._hidden
@@ -53,7 +53,7 @@ class MedusaModel(DraftModel):
         self._log_q = torch.log_softmax(logits.float(), -1)
 
     def log_q(self, trees: TreeBatch, tree_of: np.ndarray, places: np.ndarray) -> torch.Tensor:
-        """Log probabilities by the heads; -inf for all tokens deeper than the last head."""
+        """Log probabilities from the heads; -inf for all tokens at depths without a head."""
         depths = np.zeros(len(places), np.int64)
         if len(trees):
             depths[places >= 0] = trees.depths[(trees.starts[tree_of] + places)[places >= 0]]
@@ -63,10 +63,10 @@ class MedusaModel(DraftModel):
 
     @torch.inference_mode()
     def observe(self, observation: Observation) -> None:
-        last = np.flatnonzero(np.diff(observation.sequence_of, append=-1))  # of each sequence, its last token
+        last = np.flatnonzero(np.diff(observation.sequence_of, append=-1))  # the last token of each sequence
         for place in last.tolist():
             sequence = observation.sequences[observation.sequence_of[place]]
-            if observation.positions[place] == len(sequence.context) - 2:  # it chose the last token
+            if observation.positions[place] == len(sequence.context) - 2:  # it predicted the last token
                 self._hidden[sequence] = observation.hidden[place].clone()
 
     def forget(self, sequence: DecodingSequence) -> None:

@@ -1,4 +1,4 @@
-"""Draft trees of several sequences that grow a level at a time by small models or heads."""
+"""Grows draft trees of several sequences, one level at a time, by small models or heads."""
 
 from collections.abc import Sequence
 from typing import Literal, Protocol
@@ -22,7 +22,7 @@ MAX_TAGS = 1024
 class DraftModel:
     """A model that predicts the next tokens of sequences: a small model, or a head of the target.
 
-    `observes` and `observe` are those of `Drafter`.
+    `Drafter` describes `observes` and `observe`.
     """
 
     observes: Literal["nothing", "decode"] = "nothing"
@@ -34,15 +34,15 @@ class DraftModel:
         """Read the new tokens of the sequences that `log_q` will be called for."""
 
     def log_q(self, trees: TreeBatch, tree_of: np.ndarray, places: np.ndarray) -> torch.Tensor:
-        """Log probabilities after nodes, by tree and place int64[n], -1 for the root: float32 (n, vocab_size).
+        """Log probabilities after nodes, float32 (n, vocab_size), at temperature 1.
 
-        They are of temperature 1. The trees grow: earlier nodes keep their places, and `log_q` was called for all nodes
-        but the deepest.
+        `tree_of` and `places`, int64[n], are the nodes' trees and places, -1 for the root. The trees grow: earlier
+        nodes keep their places, and `log_q` was called before for all nodes but the deepest.
         """
         raise NotImplementedError
 
     def log_acceptance(self, depth: int, log_q: np.ndarray) -> np.ndarray:
-        """Log acceptance of tokens drafted at a depth, from 0 below the root, by their `log_q`."""
+        """Estimate the log acceptance of drafted tokens from their `log_q` and depth, which is 0 below the root."""
         return log_q
 
     def observe(self, observation: Observation) -> None:
@@ -53,11 +53,11 @@ class DraftModel:
 
 
 class CachedModel(DraftModel):
-    """A draft model with a KV cache of its own, which has a row for each sequence that it drafts for.
+    """A draft model with its own KV cache, which has a row for each sequence that it drafts for.
 
-    `attention` : as `decoding.attention`; on CUDA a kernel, whose steps are replayed as CUDA graphs of this model.
+    `attention` : as in `decoding.attention`; with a CUDA kernel, forwards are replayed as CUDA graphs of this model.
 
-    A row holds the sequence without its last token, which every forward computes anew with the tree.
+    A row holds the sequence without its last token, which every forward computes again with the tree.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class CachedModel(DraftModel):
         self._cache = KVCache(max_rows, max_tokens)
         self._runner = ModelRunner(model, self._cache, device, attention)
         self._rows: dict[DecodingSequence, int] = {}
-        self._feeds: list[Feed] = []  # the last tokens
+        self._feeds: list[Feed] = []  # the last token of each sequence
 
     def _has_row(
         self, sequence: DecodingSequence, token_ids: np.ndarray, num_expected: int, shares: bool = True
@@ -81,7 +81,7 @@ class CachedModel(DraftModel):
         return True
 
     def _read(self, feeds: list[Feed]) -> StepOutput:
-        """Run a forward of new tokens; all but the last of each feed stay in the cache."""
+        """Run a forward of new tokens; all tokens of a feed except the last stay in the cache."""
         output = self._runner.forward(feeds)
         batch = output.batch
         stays = np.ones(len(batch), bool)
@@ -97,15 +97,15 @@ class CachedModel(DraftModel):
 
 
 class TreeShape(Protocol):
-    """A way to grow trees by the predictions of models."""
+    """Grows trees from the predictions of models."""
 
     def grow(self, models: Sequence[DraftModel], sequences: list[DecodingSequence], temperature: float) -> TreeBatch:
-        """A tree of each sequence."""
+        """Grow a tree for each sequence."""
         ...
 
 
 class GrowingTrees:
-    """Nodes of `num_trees` trees, in the order in which they are added; parents before children."""
+    """The nodes of `num_trees` trees, in the order in which they are added; parents come before children."""
 
     def __init__(self, num_trees: int) -> None:
         self.sizes = np.zeros(num_trees, np.int64)
@@ -115,7 +115,7 @@ class GrowingTrees:
         self._num_rows = 0
 
     def add(self, tree_of, parents, token_ids, log_acceptance) -> np.ndarray:
-        """Add nodes int64[n] below others of their trees; returns their places, int64[n]."""
+        """Add nodes, given by arrays [n], below `parents` in their trees; return their places, int64[n]."""
         order = np.argsort(tree_of, kind="stable")
         counts = np.bincount(tree_of, minlength=len(self.sizes))
         numbers = np.empty(len(tree_of), np.int64)
@@ -126,13 +126,13 @@ class GrowingTrees:
         return places
 
     def drawn(self, tree_of: np.ndarray, places: np.ndarray, rows: np.ndarray, log_q: torch.Tensor) -> None:
-        """Record that nodes int64[m], some perhaps twice, were drawn in this order from rows int64[m] of log_q."""
+        """Record that nodes int64[m], perhaps repeated, were drawn in this order from rows int64[m] of log_q."""
         self._drawn.append((tree_of, places, rows + self._num_rows))
         self._log_q.append(log_q)
         self._num_rows += len(log_q)
 
     def batch(self) -> TreeBatch:
-        """The trees so far; their source is not set."""
+        """The trees so far, without their source."""
         if not self._columns:
             return TreeBatch.empty(len(self.sizes))
         columns = [np.concatenate(column) for column in zip(*self._columns, strict=True)]
@@ -148,7 +148,7 @@ class GrowingTrees:
 
 
 class ModelDrafter(Drafter):
-    """Drafts of models, in trees that a `TreeShape` grows; `source` is a code of `retrieval_pools.sources`."""
+    """Drafts by models, in trees that a `TreeShape` grows; `source` is a code of `retrieval_pools.sources`."""
 
     def __init__(self, models: Sequence[DraftModel], shape: TreeShape, temperature: float, source: int) -> None:
         self._models, self._shape, self._temperature, self._source = models, shape, temperature, source
@@ -178,7 +178,7 @@ class ModelDrafter(Drafter):
 def draft_noise(
     sequences: list[DecodingSequence], tree_of: np.ndarray, depth: int, tags: np.ndarray, like
 ) -> torch.Tensor:
-    """Gumbel noise of drafts by text, position and tag int64[n] below MAX_TAGS: float32 (n, vocab_size), as `like`."""
+    """Gumbel noise, float32 (n, vocab_size), seeded by sequence, position and tag (int64[n] below MAX_TAGS)."""
     seeds = np.array([sequence.request.seed for sequence in sequences])[tree_of] ^ DRAFT_SEED
     positions = (np.array([len(sequence.context) for sequence in sequences])[tree_of] + depth) * MAX_TAGS + tags
     seeds, positions = to_device(np.stack((seeds, positions)), like.device)
@@ -186,7 +186,7 @@ def draft_noise(
 
 
 def on_host(*tensors: torch.Tensor) -> list[np.ndarray]:
-    """Copy tensors of one shape together, which waits for the device once; float64 holds every token id."""
+    """Copy tensors of one shape to the host in one transfer; they pass as float64, which holds every token id."""
     stacked = torch.stack([tensor.double() for tensor in tensors]).cpu().numpy()
     names = (str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
     return [array.astype(name) for array, name in zip(stacked, names, strict=True)]

@@ -1,11 +1,11 @@
-"""`trained` as a drafter of the configuration: small models and a head that were trained to draft for the model."""
+"""The drafter `trained` of the configuration: small models and a head that were trained to draft for the model."""
 
 from laserbatch.pipeline.decoding.plugins import DrafterPlugin, LoadedDrafter
 from laserbatch.research.drafters.options import TrainedOptions
 
 
 class TrainedPlugin(DrafterPlugin):
-    """Drafts by forwards of trained models, whose acceptance estimates were fitted on held-back texts."""
+    """Drafts by forwards of trained models; their acceptance estimates were fitted on held-back texts."""
 
     Options = TrainedOptions
     is_calibrated = True

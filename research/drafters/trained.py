@@ -1,4 +1,4 @@
-"""Folders of trained drafters: weights, and `drafter.json` with the kind and the measured acceptance."""
+"""Reads folders of trained drafters: weights, and `drafter.json` with the kind and the measured acceptance."""
 
 from pathlib import Path
 from typing import Annotated, Literal, cast
@@ -27,15 +27,15 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class DrafterCard(Strict):
     """The kind of a trained drafter, and its acceptance on held-back texts.
 
-    The `acceptance` of a depth is the share of its likeliest tokens that were right, given that all above were; its
-    curve has that share at each of CONFIDENCES, which are the drafter's own probabilities. `tokens_per_step` are those
-    of a replay of the texts with chains of its likeliest tokens, the bonus token included.
+    The `acceptance` of a depth is the share of most likely tokens that were right, given that all above were right. The
+    curve of a depth has the share of right tokens at each of CONFIDENCES, the drafter's probability. `tokens_per_step`
+    is measured by a replay of the texts with chains of most likely tokens, and includes the bonus token.
     """
 
     kind: Literal["medusa", "eagle", "hass", "small"]
     target: str  # id of the model whose states or texts it was trained on
-    num_heads: int = 0  # of Medusa
-    layer: dict[str, float | int | None] = Field(default_factory=dict)  # of an EAGLE head: its configuration
+    num_heads: int = 0  # number of Medusa heads
+    layer: dict[str, float | int | None] = Field(default_factory=dict)  # configuration of an EAGLE head
     num_texts: int = 0
     num_held_back: int = 0
     training_seconds: float = 0.0
@@ -44,7 +44,7 @@ class DrafterCard(Strict):
     tokens_per_step: float = 1.0
 
     def log_acceptance(self, depth: int, log_q: np.ndarray) -> np.ndarray:
-        """Log acceptance of tokens at a depth by their `log_q`, float[...] both; see `DraftModel`."""
+        """The log acceptance of tokens at a depth, float[...], from their `log_q`, float[...]; see `DraftModel`."""
         if not self.curves:
             return log_q
         curve = self.curves[min(depth, len(self.curves) - 1)]
@@ -53,7 +53,7 @@ class DrafterCard(Strict):
 
 
 def read_card(folder: Path) -> DrafterCard | None:
-    """The card of a folder, or None. Raises ModelError if the card is invalid."""
+    """The card of a folder; None if it has none. Raises ModelError if the card is invalid."""
     path = folder / CARD_NAME
     if not path.is_file():
         return None
@@ -64,7 +64,7 @@ def read_card(folder: Path) -> DrafterCard | None:
 
 
 class TrainedHead:
-    """A head in memory. Raises ModelError if the folder has none, or one for another model."""
+    """A head in memory. Raises ModelError if the folder has no head, or a head for another model."""
 
     def __init__(self, folder: Path, target: LoadedModel) -> None:
         card = read_card(folder)
@@ -87,12 +87,12 @@ class TrainedHead:
 
     @property
     def bytes_per_token(self) -> int:
-        """Memory of a token in the KV cache of its layer; 0 without one."""
+        """The bytes of a token in the KV cache of the head's layer; 0 without a layer."""
         dtype = next(self._head.parameters()).dtype
         return cache_bytes_per_token(LlamaConfig.from_dict(self.card.layer), dtype) if self.card.layer else 0
 
     def draft_model(self, max_rows: int, max_tokens: int, attention: str) -> DraftModel:
-        """A new draft model by this head; `attention` as `decoding.attention`."""
+        """A new draft model with this head; `attention` as in `decoding.attention`."""
         model = self._target.model
         logits_of = (getattr(model, "fused", None) or OutputHead(model)).logits_of
         if isinstance(self._head, MedusaHeads):
@@ -107,7 +107,7 @@ def new_head(card: DrafterCard, hidden_size: int) -> MedusaHeads | EagleHead:
 
 
 def layer_of(config) -> dict[str, float | int | None]:
-    """The configuration of the layer of a head, with the sizes of a target's configuration."""
+    """The configuration of an EAGLE head's layer, with the sizes of a target's configuration."""
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     sizes = {name: getattr(config, name, None) for name in (*names, "rms_norm_eps", "max_position_embeddings")}
     sizes["rms_norm_eps"] = sizes["rms_norm_eps"] or 1e-6

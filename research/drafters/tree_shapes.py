@@ -1,7 +1,7 @@
-"""Trees that small models grow: the likeliest continuations, independent chains, and samples without replacement.
+"""Shapes of trees that models grow: most likely continuations, independent chains, and samples without replacement.
 
-Chains are those of SpecInfer and SpecTr, one alone is that of Leviathan et al.; the others are RSD's (Jeon et al. 2024,
-section 3.2).
+SpecInfer and SpecTr draft several chains, Leviathan et al. a single one; samples without replacement are RSD's (Jeon et
+al. 2024, section 3.2).
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ from laserbatch.research.drafters.model_drafter import DraftModel, GrowingTrees,
 
 @dataclass(frozen=True)
 class Beams:
-    """The `width` tokens with the likeliest paths at each of `length` depths, by one model.
+    """At each of `length` depths, the `width` tokens whose paths have the highest estimated acceptance, by one model.
 
-    Where texts are sampled the drafts' probabilities have the noise of the target's own tokens, so that models that
-    agree draw alike (Daliri et al. 2024, section 3: the draft and the target then agree with probability
+    If texts are sampled, the same noise is added to the draft's log probabilities as to the target's, so that similar
+    distributions draw the same token (Daliri et al. 2024, section 3: draft and target then agree with probability
     (1 - TV) / (1 + TV) at least), and texts do not depend on the draft.
     """
 
@@ -34,7 +34,7 @@ class Beams:
         tree_of, places = np.arange(len(sequences)), np.full(len(sequences), -1)
         path = np.zeros(len(sequences))
         for depth in range(self.length):
-            if len(tree_of) == 0:  # nothing more is likely
+            if len(tree_of) == 0:  # no candidate is left
                 break
             log_q = models[0].log_q(trees.batch(), tree_of, places)
             if temperature:
@@ -57,7 +57,7 @@ class Beams:
 
 @dataclass(frozen=True)
 class Chains:
-    """`width` chains of `length` tokens, each sampled alone, from the models in turn; equal beginnings are one path."""
+    """`width` chains of `length` tokens, sampled independently from the models in turn; equal prefixes share nodes."""
 
     width: int
     length: int
@@ -66,7 +66,7 @@ class Chains:
         trees = GrowingTrees(len(sequences))
         tree_of = np.repeat(np.arange(len(sequences)), self.width)
         chain = np.tile(np.arange(self.width), len(sequences))
-        places = np.full(len(tree_of), -1)  # of each chain, its last node
+        places = np.full(len(tree_of), -1)  # the last node of each chain
         for depth in range(self.length):
             so_far = trees.batch()
             log_q = torch.cat(
@@ -75,7 +75,7 @@ class Chains:
                     for number, model in enumerate(models)
                 ]
             )
-            rows = np.empty(len(chain), np.int64)  # of each chain
+            rows = np.empty(len(chain), np.int64)  # the row of `log_q` of each chain
             rows[np.argsort(chain % len(models), kind="stable")] = np.arange(len(chain))
             log_q = torch.log_softmax(log_q / temperature, -1)
             noise = draft_noise(sequences, tree_of, depth, chain, log_q)
@@ -83,7 +83,7 @@ class Chains:
             distinct, first, of_chain = np.unique(
                 np.stack((tree_of, places, tokens)), axis=1, return_index=True, return_inverse=True
             )
-            order = np.argsort(first)  # as they were drawn
+            order = np.argsort(first)  # in the order in which they were drawn
             new = np.empty(len(first), np.int64)
             of_tree, above, of_token = distinct[:, order]
             new[order] = trees.add(of_tree, above, of_token, np.zeros(len(first)))
@@ -94,7 +94,7 @@ class Chains:
 
 @dataclass(frozen=True)
 class Branching:
-    """RSD-C: after each node of depth l, `branching[l]` tokens by Gumbel-top-k (Eq. 5 to 8)."""
+    """RSD-C: each node at depth l gets `branching[l]` children by Gumbel-top-k (Eq. 5 to 8)."""
 
     branching: tuple[int, ...]
 
@@ -114,7 +114,7 @@ class Branching:
 
 @dataclass(frozen=True)
 class StochasticBeams:
-    """RSD-S: at each of `length` depths `width` tokens, whose paths are a sample without replacement (Eq. 9 to 11)."""
+    """RSD-S: at each of `length` depths, `width` tokens; their paths are sampled without replacement (Eq. 9 to 11)."""
 
     width: int
     length: int
@@ -122,7 +122,7 @@ class StochasticBeams:
     def grow(self, models: Sequence[DraftModel], sequences: list[DecodingSequence], temperature: float) -> TreeBatch:
         trees = GrowingTrees(len(sequences))
         tree_of, places = np.arange(len(sequences)), np.full(len(sequences), -1)
-        phi = psi = np.zeros(len(sequences))  # of the beam: log probability, and perturbed and truncated
+        phi = psi = np.zeros(len(sequences))  # log probability of each path, and its perturbed and truncated value
         for depth in range(self.length):
             log_q = torch.log_softmax(models[0].log_q(trees.batch(), tree_of, places) / temperature, -1)
             phi, psi = to_device(np.stack((phi, psi)), log_q.device)
@@ -141,9 +141,9 @@ class StochasticBeams:
 
 
 def best_of_trees(tree_of: np.ndarray, scores: np.ndarray, count: int) -> np.ndarray:
-    """The `count` best candidates of each tree, best first: places in the flattened `scores` (n, k), int64[m].
+    """The `count` best candidates of each tree, best first: indices into the flattened `scores` (n, k), int64[m].
 
-    `tree_of` int64[n] : the tree of each row of scores, in rising order. Scores of -inf are no candidates.
+    `tree_of` int64[n] : the tree of each row of scores, ascending. A score of -inf is not a candidate.
     """
     flat = np.arange(scores.size)
     trees = np.repeat(tree_of, scores.shape[1])

@@ -1,1 +1,1 @@
-"""Lists of items by generative recommendation: semantic ids, beam search over them, drafted and verified."""
+"""Lists of items by generative recommendation: semantic ids, and beam search over them with verified drafts."""

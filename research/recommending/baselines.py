@@ -7,7 +7,7 @@ import scipy.sparse as sp
 
 
 def popular_list(histories: Sequence[np.ndarray], num_items: int, size: int) -> np.ndarray:
-    """The items with the most events, int64[size]; histories are rows of a catalogue of `num_items`."""
+    """The items with the most events, int64[size]; histories hold rows of a catalogue of `num_items` items."""
     counts = np.bincount(np.concatenate(histories), minlength=num_items)
     return np.argsort(-counts, kind="stable")[:size]
 
@@ -15,9 +15,9 @@ def popular_list(histories: Sequence[np.ndarray], num_items: int, size: int) -> 
 def neighbour_lists(
     histories: Sequence[np.ndarray], num_items: int, queries: Sequence[np.ndarray], size: int
 ) -> list[np.ndarray]:
-    """The items that occur with those of each query, a history, in other histories, best first, int64[<= size].
+    """For each query, a history, items that occur together with its items in `histories`, best first, int64[<= size].
 
-    The score is the cosine between columns of the user-item matrix (Sarwar et al., WWW 2001), summed over the history's
+    The score is the cosine between columns of the user-item matrix (Sarwar et al., WWW 2001), summed over the query's
     items; these are left out.
     """
 
@@ -25,7 +25,7 @@ def neighbour_lists(
         rows = np.repeat(np.arange(len(rows_of_items)), [len(row) for row in rows_of_items])
         items = np.concatenate(rows_of_items)
         counts = sp.csr_matrix((np.ones(len(rows), np.float32), (rows, items)), (len(rows_of_items), num_items))
-        counts.data[:] = 1.0  # repeated events were added up
+        counts.data[:] = 1.0  # repeated events count once
         return counts
 
     by_user, by_query = matrix(histories), matrix(queries)

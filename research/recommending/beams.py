@@ -1,8 +1,8 @@
 """Constrained beam search over codes with drafts: the same items, order and scores with fewer forwards of the target.
 
-A draft is a set of paths. One forward computes what may follow each; then beams advance for as many levels as all K of
-them are among the computed paths (strict N-to-K verification: AtSpeed, Lin et al., ICLR 2025, Algorithm 1). If one is
-not, the next forward computes the missing paths beside a new draft; computed paths are never discarded.
+A draft is a set of paths. One forward computes the log probabilities after each path; then beams advance level by level
+while all K beams are among the computed paths (strict N-to-K verification: AtSpeed, Lin et al., ICLR 2025, Algorithm
+1). If one is missing, the next forward computes it together with a new draft; computed paths are never discarded.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from laserbatch.research.recommending.item_trie import ItemTrie, Path
 
 @dataclass(frozen=True)
 class Beams:
-    """The best paths of a level, the best first: `nodes` int64[k] of the trie, `scores` float64[k], log probabilities.
+    """The best paths of a level, best first: `nodes` int64[k] of the trie, `scores` float64[k] (log probabilities).
 
     On the last level nodes are rows of the catalogue.
     """
@@ -30,18 +30,18 @@ class Beams:
         return len(self.paths[0])
 
     def are_done(self, trie: ItemTrie) -> bool:
-        """Whether the paths are whole items, or none is left."""
+        """Whether the paths are complete items, or no path is left."""
         return not self.paths or self.level == trie.num_levels
 
     def prefixes(self, trie: ItemTrie) -> list[tuple[Path, int]]:
-        """The paths and all above them with their nodes, those above first."""
+        """The paths and all their prefixes, with their nodes; prefixes come first."""
         return trie.with_nodes(path[:length] for length in range(1, self.level + 1) for path in self.paths)
 
 
 @dataclass(frozen=True)
 class BeamResult:
-    """A user's list: `rows` int64[k] of the catalogue and `scores` float64[k]; `num_accepted` levels needed no forward
-    of their own."""
+    """A user's list: `rows` int64[k] of the catalogue and `scores` float64[k]; `num_accepted` levels needed no separate
+    forward."""
 
     rows: np.ndarray
     scores: np.ndarray
@@ -49,20 +49,20 @@ class BeamResult:
 
     @property
     def is_sound(self) -> bool:
-        """Whether all log probabilities on the way were numbers."""
+        """Whether all log probabilities on the paths were numbers."""
         return bool((self.scores > BROKEN / 2).all())
 
 
 class BeamDrafter:
-    """Drafts the paths that beams may take. This one drafts none: plain beam search."""
+    """Drafts the paths that beams may take. The base class drafts none, which is plain beam search."""
 
     def draft(self, users: Sequence[int], beams: Sequence[Beams]) -> list[list[tuple[Path, int]]]:
-        """Paths to compute for each user, with their nodes, those above first."""
+        """The paths to compute for each user, with their nodes; prefixes come first."""
         return [[] for _ in users]
 
 
 class ModelBeams(BeamDrafter):
-    """A small model's beams of every level (AtSpeed, Eq. 1), `size` wide, over trees of its own for the same users."""
+    """Drafts a small model's beams of every level (AtSpeed, Eq. 1), `size` wide; `trees` are the small model's."""
 
     def __init__(self, trees: CodeTrees, trie: ItemTrie, num_users: int, size: int) -> None:
         self._trees, self._trie, self._num_users, self._size = trees, trie, num_users, size
@@ -81,9 +81,9 @@ class ModelBeams(BeamDrafter):
 
 
 class ListedItems(BeamDrafter):
-    """Drafts the paths to items of earlier lists, of the user and of the group. Needs no model.
+    """Drafts the paths to items of earlier lists, of the user and of similar users. Needs no model.
 
-    `lists` : the codes of the items for each user, the likeliest first; at most `size` of them are drafted.
+    `lists` : for each user the codes of items, the most likely first; at most `size` items are drafted.
     """
 
     def __init__(self, lists: Sequence[Sequence[Path]], trie: ItemTrie, size: int) -> None:
@@ -102,7 +102,7 @@ class ListedItems(BeamDrafter):
 def next_beams(
     trees: CodeTrees, trie: ItemTrie, user: int, beams: Beams, size: int, left_out: Sequence[np.ndarray] | None = None
 ) -> Beams | None:
-    """The best `size` paths one level on; None if the log probabilities after one of the beams are not known.
+    """The best `size` paths of the next level; None if the log probabilities after a beam are not computed yet.
 
     `left_out` are the nodes of each level that no path may lead to, as `ItemTrie.emptied_by` returns them.
     """
@@ -134,7 +134,7 @@ def search(
 ) -> list[BeamResult]:
     """The `size` best items of each user, or fewer if the catalogue has fewer.
 
-    `left_out` has those of `next_beams` for each user.
+    `left_out` has for each user the argument of `next_beams`.
     """
     left_out = left_out or [None] * num_users
     beams = [Beams() for _ in range(num_users)]

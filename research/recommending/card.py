@@ -1,4 +1,4 @@
-"""The card of a recommender, without its weights: `recommender.json` beside a causal model of safetensors."""
+"""The card of a recommender, without its weights: `recommender.json` in the folder of a causal safetensors model."""
 
 import hashlib
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Ranking(Strict):
 
     @classmethod
     def of(cls, lists: Sequence[np.ndarray], answers: Sequence[int]) -> "Ranking":
-        """The ranking of lists of catalogue rows, best first, by the row that each should hold."""
+        """Judge lists of catalogue rows, best first; `answers` has the row that each list should hold."""
         places = [np.flatnonzero(rows[:10] == answer) for rows, answer in zip(lists, answers, strict=True)]
         ranks = [int(place[0]) + 1 for place in places if len(place)]
         count = max(1, len(lists))
@@ -39,18 +39,18 @@ class Ranking(Strict):
 class RecommenderCard(Strict):
     """The vocabulary and the training of a recommender; code c of level j is token begin + 1 + sum(sizes[:j]) + c."""
 
-    sizes: tuple[int, ...]  # number of codes of each level with tokens
-    begin: int = 0  # the token that begins every history; those before it are of the extended language model
-    codes: str  # digest of the items' codes that it was trained on
+    sizes: tuple[int, ...]  # number of codes of each level that have tokens
+    begin: int = 0  # the token that begins every history; lower ids belong to the extended language model
+    codes: str  # digest of the item codes that it was trained on
     history: int = 20  # number of a user's newest items in a prompt
-    loss: str | None = None  # of a draft model
-    target: str | None = None  # of a draft model
+    loss: str | None = None  # the loss of a draft model
+    target: str | None = None  # the target of a draft model
     num_histories: int = 0
     training_seconds: float = 0.0
-    held_back: Ranking | None = None  # of its lists
-    popular: Ranking | None = None  # of the list of the most popular items
-    neighbours: Ranking | None = None  # of lists of the neighbours of a user's items
-    epoch: int | None = None  # the one with the best result on held-back items, whose weights are kept
+    held_back: Ranking | None = None  # accuracy of the recommender's lists
+    popular: Ranking | None = None  # accuracy of the list of the most popular items
+    neighbours: Ranking | None = None  # accuracy of lists of the neighbours of a user's items
+    epoch: int | None = None  # the epoch whose weights are kept, with the best result on held-back items
 
     @property
     def first_tokens(self) -> tuple[int, ...]:
@@ -61,11 +61,11 @@ class RecommenderCard(Strict):
         return self.begin + 1 + sum(self.sizes)
 
     def prompt(self, items: np.ndarray) -> np.ndarray:
-        """Token ids int64 of the newest items of a history, given as codes (n, num_levels), oldest first."""
+        """Token ids, int64, of the newest items of a history; `items` are codes (n, num_levels), oldest first."""
         return self.tokens(items[-self.history :])
 
     def tokens(self, items: np.ndarray) -> np.ndarray:
-        """Token ids int64 of all items of a history, as `prompt`."""
+        """Token ids, int64, of all items of a history; see `prompt`."""
         return np.concatenate(([self.begin], (items.astype(np.int64) + np.array(self.first_tokens)).ravel()))
 
 
@@ -103,9 +103,9 @@ def known_recommender(folder: Path) -> KnownRecommender:
 
 
 def codes_of_recommender(folder: Path, recommender: KnownRecommender) -> ItemCodes:
-    """The item codes beside a recommender, as many of each level as it has tokens for.
+    """The item codes in a recommender's folder, with the sizes for which the recommender has tokens.
 
-    Raises TableError: there are none; ModelError: it was trained on others.
+    Raises TableError if there are none, ModelError if the recommender was trained on other codes.
     """
     codes = read_codes(folder / CODES_NAME)
     recommender.require(codes)

@@ -1,5 +1,5 @@
-"""Trees of codes below users' prompts in one KV cache: a forward adds nodes to all of them, each of which sees its
-prompt and the nodes above it (tree attention: Miao et al., ASPLOS 2024, section 4.2)."""
+"""Trees of codes below users' prompts in one KV cache: a forward adds nodes to all trees, and each node attends to its
+prompt and its ancestors (tree attention: Miao et al., ASPLOS 2024, section 4.2)."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,13 @@ from transformers import DynamicCache, PreTrainedModel
 from laserbatch.research.recommending.item_trie import ItemTrie, Path
 
 ROOT: Path = ()
-BROKEN = -1e30  # replaces log probabilities that are no numbers, so that the search ends and scores show it
+BROKEN = -1e30  # replaces log probabilities that are NaN, so that the search ends and scores show it
 
 
 class CodeTrees:
-    """The log probabilities of codes after paths, by a model, for several users.
+    """Computes a model's log probabilities of codes after paths, for several users.
 
-    Code c of level j is the model's token `first_tokens[j] + c`. `prompts` are int64[n] token ids each, at least one.
+    Code c of level j is the model's token `first_tokens[j] + c`. Each of `prompts` is int64[n] token ids, at least one.
     """
 
     def __init__(
@@ -27,15 +27,15 @@ class CodeTrees:
         self._cache = DynamicCache()
         longest = max(map(len, prompts))
         self._is_prompt = np.arange(longest) >= longest - np.array([len(prompt) for prompt in prompts])[:, None]
-        self._places: list[dict[Path, int]] = [{} for _ in prompts]  # of paths among a user's nodes
-        self._above = np.zeros((len(prompts), 0, 0), bool)  # of nodes, themselves included
+        self._places: list[dict[Path, int]] = [{} for _ in prompts]  # index of each path among a user's nodes
+        self._above = np.zeros((len(prompts), 0, 0), bool)  # ancestors of each node, itself included
         self._log_p: list[dict[Path, np.ndarray]] = [{} for _ in prompts]
-        self.num_forwards = self.num_tokens = 0  # of prompts and paths, without padding
+        self.num_forwards = self.num_tokens = 0  # tokens of prompts and paths, without padding
 
     def log_p(self, user: int, path: Path, node: int) -> np.ndarray | None:
         """Log probabilities float32[width] of the codes after a path, as in `ItemTrie.codes`; None if not computed.
 
-        A code that alone may follow is certain and is not computed.
+        If only one code may follow, it is certain and needs no forward.
         """
         log_p = self._log_p[user].get(path)
         if log_p is None and self._trie.num_children[len(path)][node] == 1:
@@ -43,9 +43,9 @@ class CodeTrees:
         return log_p
 
     def add(self, requested: Sequence[Sequence[tuple[Path, int]]]) -> None:
-        """Compute what may follow paths, each with its node of the trie, for every user in one forward.
+        """Compute the log probabilities after paths, given with their nodes of the trie, for all users in one forward.
 
-        Known paths are not computed again; paths above must be known, or earlier in the list.
+        Known paths are not computed again; a path's prefixes must be known, or come earlier in the list.
         """
         new = [[pair for pair in dict(pairs).items() if pair[0] not in log_p and self._needs_forward(*pair)]
                for pairs, log_p in zip(requested, self._log_p, strict=True)]  # fmt: skip
@@ -74,18 +74,18 @@ class CodeTrees:
                     self._log_p[user][path] = row
 
     def _needs_forward(self, path: Path, node: int) -> bool:
-        """Whether a path needs a forward: not the root, which prompts end in, nor one that leads to one item only."""
+        """Whether a path needs a forward: not the root, where prompts end, and not a path with a single item below."""
         level = len(path)
         return level > 0 and not (level == self._trie.num_levels - 1 and self._trie.num_children[level][node] == 1)
 
     @torch.inference_mode()
     def _forward(self, new: list[list[tuple[Path, int]]], num_new: int, is_first: bool) -> torch.Tensor:
-        """Logits (num_users, num_new, vocab_size) of new nodes; in the first forward, those after the prompts come
-        first."""
+        """Logits (num_users, num_new, vocab_size) of new nodes; the first forward puts the logits after the prompts in
+        front."""
         num_users, longest = self._is_prompt.shape
         before = self._above.shape[1]
         above = np.zeros((num_users, before + num_new, before + num_new), bool)
-        above[:, np.arange(before + num_new), np.arange(before + num_new)] = True  # padding sees itself
+        above[:, np.arange(before + num_new), np.arange(before + num_new)] = True  # padding attends to itself
         above[:, :before, :before] = self._above
         tokens, depths = np.zeros((num_users, num_new), np.int64), np.zeros((num_users, num_new), np.int64)
         for user, pairs in enumerate(new):

@@ -1,7 +1,7 @@
-"""Semantic ids: each item is a few codes from coarse to fine, as a table brings them or as they are made here.
+"""Semantic ids: each item is a few codes from coarse to fine, read from a table or made here.
 
-Made from item vectors by residual k-means, or a residual-quantised autoencoder, each level of what the levels before it
-leave; the last code tells items apart that are alike in the others (TIGER: Rajput et al., NeurIPS 2023, section 3.1).
+Residual k-means or a residual-quantised autoencoder makes codes from item vectors: a level quantises the residuals of
+those before. The last code distinguishes items that share the others (TIGER: Rajput et al., NeurIPS 2023, section 3.1).
 """
 
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ from laserbatch.retrieval_pools.ids import rows_among
 
 NUM_LEVELS = 4
 CODEBOOK_SIZE = 256
-SPARE_CODES = 4  # of the last level, for items that come later
+SPARE_CODES = 4  # unused codes of the last level, for items that come later
 MAX_PRODUCTS = 2**24  # products of vectors held in memory at once
 
 
 @dataclass(frozen=True)
 class ItemCodes:
-    """`codes` int32 (n, num_levels) of n items, all different; `sizes` says how many codes each level may have."""
+    """Distinct `codes`, int32 (n, num_levels), of n items; `sizes` has the maximum number of codes of each level."""
 
     item_ids: pa.Array
     codes: np.ndarray
@@ -35,7 +35,7 @@ class ItemCodes:
         return len(self.item_ids)
 
     def rows_of(self, item_ids: pa.Array) -> np.ndarray:
-        """The row of each item, int64[n], -1 without codes. Raises TableError if ids are of another type."""
+        """The row of each item, int64[n], -1 without codes. Raises TableError if ids have another type."""
         if item_ids.type != self.item_ids.type:
             raise TableError(
                 f"items have ids of type {item_ids.type}, their codes are of ids of type {self.item_ids.type}: give "
@@ -50,10 +50,10 @@ class ItemCodes:
 
 
 def read_codes(path: Path) -> ItemCodes:
-    """From a Parquet file with `item_id` and `codes`, a list of integers or of texts, as many for each item.
+    """Read a Parquet file with `item_id` and `codes`, a list of integers or texts of the same length for each item.
 
-    Of items with the same codes a further one is made. Raises TableError, which names file and item: the file is
-    missing or damaged, a column or a code is missing, or an item is there twice.
+    If items share all codes, a level is added that distinguishes them. Raises TableError, which names file and item, if
+    the file is missing or damaged, a column or a code is missing, or an item occurs twice.
     """
     table = pa.Table.from_batches(iter_rows(path, "codes", "item_id and codes"))
     if missing := {"item_id", "codes"} - set(table.column_names):
@@ -76,7 +76,7 @@ def read_codes(path: Path) -> ItemCodes:
     if lengths.max() == 0:
         raise TableError(f"{path} has no codes: it is empty")
     counts = np.bincount(lengths)
-    num_levels = int(np.flatnonzero(counts == counts.max())[-1])  # that most have
+    num_levels = int(np.flatnonzero(counts == counts.max())[-1])  # the length of most lists
     values = plain_column(lists.flatten())
     wrong = item_ids.filter(pa.array(lengths != num_levels))
     if len(wrong):
@@ -99,26 +99,26 @@ def read_codes(path: Path) -> ItemCodes:
 
 
 def made_codes(item_ids: pa.Array, vectors: np.ndarray, seed: int = 0, maker: CodeMaker = "kmeans") -> ItemCodes:
-    """Of vectors float32 (n, dim), on all levels but the last, which numbers those that are alike in these.
+    """Make codes from vectors float32 (n, dim); the last level numbers items that share all codes of the others.
 
-    Its size leaves room for a few more.
+    The size of the last level leaves room for SPARE_CODES more.
     """
     coarse = _kmeans_codes
     if maker == "rqvae":
-        from laserbatch.research.recommending.rqvae import rqvae_codes as coarse  # torch: seconds to load
+        from laserbatch.research.recommending.rqvae import rqvae_codes as coarse  # torch loads for seconds
     columns = coarse(vectors.astype(np.float32), NUM_LEVELS - 1, CODEBOOK_SIZE, seed).T
-    codes = np.stack([np.unique(column, return_inverse=True)[1].ravel() for column in columns], 1)  # those in use
+    codes = np.stack([np.unique(column, return_inverse=True)[1].ravel() for column in columns], 1)  # used codes
     codes = np.column_stack((codes, _digits(codes))).astype(np.int32)
     *sizes, last = (codes.max(0) + 1).tolist()
     return ItemCodes(item_ids, codes, (*sizes, last + SPARE_CODES))
 
 
 def with_new_items(codes: ItemCodes, item_ids: pa.Array, vectors: np.ndarray) -> ItemCodes:
-    """Codes of items that came later too: those of the most alike item that has some, but for the last, which is the
-    first that no item with the others has.
+    """Add codes for new items: those of the most similar item with codes, except the last code, which is the first
+    unused one.
 
-    An item stays without where its most alike one's last codes are used up. `item_ids` and `vectors` float32 (n, dim)
-    are of items with and without codes.
+    An item gets no codes if all last codes after the shared ones are used. `item_ids` and `vectors`, float32 (n, dim),
+    include items with and without codes.
     """
     rows = codes.rows_of(item_ids)
     has, lacks = np.flatnonzero(rows >= 0), np.flatnonzero(rows < 0)
@@ -146,7 +146,7 @@ def with_new_items(codes: ItemCodes, item_ids: pa.Array, vectors: np.ndarray) ->
 
 
 def _kmeans_codes(left: np.ndarray, num_levels: int, size: int, seed: int) -> np.ndarray:
-    """Residual k-means: the codes of a level are clusters of the residuals of the levels before."""
+    """Residual k-means: the codes of a level are the clusters of the residuals of the levels before."""
     from sklearn.cluster import KMeans
 
     columns = []
@@ -158,7 +158,7 @@ def _kmeans_codes(left: np.ndarray, num_levels: int, size: int, seed: int) -> np
 
 
 def _digits(codes: np.ndarray) -> np.ndarray:
-    """int32[n]: numbers 0, 1, ... of items with the same codes, in their order."""
+    """Number the items that share all codes 0, 1, ... in their order: int32[n]."""
     _, groups = np.unique(codes, axis=0, return_inverse=True)
     order = np.argsort(groups.ravel(), kind="stable")
     starts = np.flatnonzero(np.diff(groups.ravel()[order], prepend=-1))

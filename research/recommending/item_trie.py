@@ -1,4 +1,4 @@
-"""The codes of a catalogue as a trie in flat arrays, which says what may follow a path of codes of an item."""
+"""The codes of a catalogue as a trie in flat arrays, which has the codes that may follow a path."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ Path = tuple[int, ...]  # codes from the first level on
 
 @dataclass(frozen=True)
 class ItemTrie:
-    """Nodes of level j are the different paths of j codes, in their order; level 0 is the root, the last one the items.
+    """The nodes of level j are the distinct paths of j codes, sorted; level 0 is the root, the last level the items.
 
-    For the nodes of level j, `codes[j]` int64 (num_nodes, width) has the codes that may follow, rising, padded by -1;
-    `nodes[j]` has their nodes on the next level, on the last one the rows of items in the catalogue.
+    For the nodes of level j, `codes[j]` int64 (num_nodes, width) has the codes that may follow, sorted, padded by -1;
+    and `nodes[j]` has their nodes on the next level or, on the last level, the rows of items in the catalogue.
     """
 
     codes: tuple[np.ndarray, ...]
@@ -50,20 +50,20 @@ class ItemTrie:
 
     @cached_property
     def num_children(self) -> tuple[np.ndarray, ...]:
-        """Number of children of the nodes of each level but the last, int64[num_nodes]."""
+        """The number of children of each node, int64[num_nodes] for each level but the last."""
         return tuple((codes >= 0).sum(1) for codes in self.codes)
 
     @cached_property
     def num_items(self) -> tuple[np.ndarray, ...]:
-        """Number of items below the nodes of each level but the last, int64[num_nodes]."""
+        """The number of items below each node, int64[num_nodes] for each level but the last."""
         num_below = [self.num_children[-1]]
         for nodes in self.nodes[-2::-1]:
             num_below.append(np.where(nodes >= 0, num_below[-1][nodes], 0).sum(1))
         return tuple(reversed(num_below))
 
     def emptied_by(self, codes: np.ndarray) -> list[np.ndarray]:
-        """The nodes of each level, from the first on, that have no item below without some different items, codes int
-        (n, num_levels); on the last level the rows of these items."""
+        """The nodes of each level, from the first on, below which all items are among n distinct items, given as codes,
+        int (n, num_levels); on the last level the rows of these items."""
         above, places = self.ways_to(codes)
         below = [nodes[above[:, level], places[:, level]] for level, nodes in enumerate(self.nodes)]
         emptied = []
@@ -74,12 +74,12 @@ class ItemTrie:
 
     @cached_property
     def _nodes_of_paths(self) -> dict[Path, int | None]:
-        """The nodes of paths that `node_of` was called for."""
+        """A cache of the results of `node_of`."""
         return {(): 0}
 
     def ways_to(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The node above each code of items in the trie, codes int (n, num_levels), and the place of the code among the
-        node's children, both int64 (n, num_levels)."""
+        """For items in the trie, given as codes, int (n, num_levels): the node above each code, and the code's place
+        among the node's children, both int64 (n, num_levels)."""
         above, places = np.zeros(codes.shape, np.int64), np.zeros(codes.shape, np.int64)
         node = np.zeros(len(codes), np.int64)
         for level in range(self.num_levels):
@@ -89,11 +89,11 @@ class ItemTrie:
         return above, places
 
     def with_nodes(self, paths: Iterable[Path]) -> list[tuple[Path, int]]:
-        """Each different path that an item has, with its node."""
+        """The distinct paths that are in the trie, with their nodes."""
         return [(path, node) for path in dict.fromkeys(paths) if (node := self.node_of(path)) is not None]
 
     def node_of(self, path: Path) -> int | None:
-        """The node of a path; None if no item has it."""
+        """The node of a path; None if no item has this path."""
         if path not in self._nodes_of_paths:
             level, node, child = len(path) - 1, self.node_of(path[:-1]), None
             if node is not None:

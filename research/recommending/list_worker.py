@@ -1,4 +1,4 @@
-"""One worker of nightly lists: a recommender, tonight's catalogue as a trie, and one shard of users after another."""
+"""A worker of nightly lists, with a recommender and tonight's catalogue as a trie; it takes one shard after another."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -21,8 +21,8 @@ from laserbatch.research.recommending.lists import CATALOGUE_PATH, ListRow, list
 from laserbatch.research.recommending.models import Recommender, load_recommender
 from laserbatch.research.recommending.settings import ListSpec
 
-TRIED_BATCHES = 4  # of users, spread over all shards
-TRIED_SHARES = (1.5, 4.0)  # budgets, as multiples of the length of a list: listed items, or beams of a small model
+TRIED_BATCHES = 4  # number of batches of users in a trial, spread over all shards
+TRIED_SHARES = (1.5, 4.0)  # tried budgets (listed items, or beams of a small model), as multiples of a list's length
 MIN_GAIN = 1.03  # drafts are used if they are this much faster than plain beam search
 
 
@@ -46,7 +46,7 @@ class ListWorker:
         self._spec = spec
 
     def progress(self) -> tuple[int, float, int]:
-        """Forwards so far, seconds of the costliest batch, and finished lists."""
+        """The forwards so far, the seconds of the slowest batch, and the finished lists."""
         return self._num_forwards, self._costliest_step_s, self._num_lists
 
     def warm_up(self) -> None:
@@ -54,7 +54,7 @@ class ListWorker:
         self._search([ListRow("", np.zeros(1, np.int64), np.zeros(0, np.int64), "")], 1)
 
     def run(self, shard: Shard, budget: int = 0) -> ShardRecord:
-        """List the items of the users of a shard and write its files; `budget` is the number of drafted paths."""
+        """Make the lists of a shard's users and write its files; `budget` is the number of drafted paths."""
         start_s, size = time.perf_counter(), self._spec.options.batch_size
         rows = self._read(shard)
         parts = (rows[start : start + size] for start in range(0, len(rows), size))
@@ -78,7 +78,7 @@ class ListWorker:
         return RunFolder(self._spec.run_dir).shards(shard.side).write(shard.name, table, quarantined, info)
 
     def tried_drafts(self, shards: Sequence[Shard]) -> dict[int, float]:
-        """Seconds of some batches by the number of drafted paths; 0 is plain beam search."""
+        """Time some batches; the seconds by number of drafted paths. 0 is plain beam search."""
         options = self._spec.options
         chosen = [shards[place] for place in np.linspace(0, len(shards) - 1, TRIED_BATCHES).astype(int).tolist()]
         batches = [self._read(shard)[: options.batch_size] for shard in chosen]
@@ -100,7 +100,7 @@ class ListWorker:
         elif budget:
             drafter = ListedItems([list(map(tuple, codes[row.drafts].tolist())) for row in rows], self._trie, budget)
         left_out = None
-        if not self._spec.options.list_again:  # who has had nearly all other items gets a shorter list
+        if not self._spec.options.list_again:  # a user who has had nearly all items gets a shorter list
             left_out = [self._trie.emptied_by(codes[np.unique(row.history)]) for row in rows]
         results = search(trees, self._trie, len(rows), size, drafter, left_out)
         self._num_forwards += trees.num_forwards
@@ -110,9 +110,9 @@ class ListWorker:
 
 
 def tried_seconds(batches: Sequence[Any], num_items: int, run: Callable[[Any, int], object]) -> dict[int, float]:
-    """Seconds of some batches of users by the draft budget; 0 is plain beam search.
+    """Time batches of users; the seconds by draft budget. 0 is plain beam search.
 
-    `run` makes the lists of a batch, `num_items` each, with a budget.
+    `run` makes the lists of a batch, of `num_items` items each, with a budget.
     """
     budgets = [0, *(round(share * num_items) for share in TRIED_SHARES)]
     seconds = dict.fromkeys(budgets, 0.0)
@@ -126,7 +126,7 @@ def tried_seconds(batches: Sequence[Any], num_items: int, run: Callable[[Any, in
 
 
 def fastest(seconds: dict[int, float]) -> tuple[int, float]:
-    """The budget to draft with, and the speed-up of the fastest one over plain beam search."""
+    """The budget to draft with (0 below MIN_GAIN), and the speed-up of the fastest budget over plain beam search."""
     best = min(seconds, key=lambda budget: seconds[budget])
     gain = seconds[0] / seconds[best]
     return best if gain >= MIN_GAIN else 0, gain

@@ -1,4 +1,4 @@
-"""The inputs of the lists of a night: the catalogue with its codes, histories, and the most popular items."""
+"""The inputs of a night's lists: the catalogue with its codes, the histories, and the most popular items."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,8 +26,8 @@ from laserbatch.research.recommending.settings import RecommendingSettings
 def known_models(options: RecommendingSettings) -> tuple[KnownRecommender, ItemCodes]:
     """The configured recommender and its codes; weights are not loaded.
 
-    Raises ConfigError if none is configured, and ModelError or TableError if a folder holds none, or the draft model
-    has other codes.
+    Raises ConfigError if none is configured, and ModelError or TableError if a folder holds no recommender or codes, or
+    the draft model has other codes.
     """
     target = known_recommender(options.required_model)
     codes = codes_of_recommender(options.required_model, target)
@@ -37,7 +37,7 @@ def known_models(options: RecommendingSettings) -> tuple[KnownRecommender, ItemC
 
 
 def known_histories(tables: Tables, codes: ItemCodes) -> list[np.ndarray]:
-    """The history of each user, oldest first, as rows of the codes, without items that have none."""
+    """The history of each user, oldest first, as rows of `codes`; items without codes are left out."""
     by_user = Histories(tables)
     places, starts = by_user.newest(np.arange(tables.users.num_rows), tables.interactions.num_rows)
     rows = codes.rows_of(tables.items["item_id"].combine_chunks())[by_user.items(places)]
@@ -47,7 +47,7 @@ def known_histories(tables: Tables, codes: ItemCodes) -> list[np.ndarray]:
 
 @dataclass
 class Lists:
-    """The inputs of the lists of a night. Items are rows of `catalogue`, which has the items with codes."""
+    """The inputs of a night's lists. Items are rows of `catalogue`, which has only items with codes."""
 
     settings: Settings
     tables: Tables
@@ -79,7 +79,7 @@ class Lists:
             )
 
     def _with_new_items(self, item_ids: pa.Array) -> ItemCodes:
-        """The codes, and codes for new items whose vectors the published run of texts has."""
+        """The codes, extended to new items that have vectors in the published run of texts."""
         if not self.settings.workspace.is_dir():
             return self.codes
         run = Workspace.open(self.settings.workspace, create=False).publication.run()

@@ -1,4 +1,4 @@
-"""Lists of items on disk: as they are planned, a row a user, and as readers want them."""
+"""Files of lists of items: planned rows, one row per user, and flat rows for readers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.research.recommending.beams import BeamResult
 from laserbatch.research.recommending.codes import ItemCodes
 
-LISTS_NAME = "lists.parquet"  # within a run: what readers want of it
-CATALOGUE_PATH = "plan/catalogue.parquet"  # within a run: `item_id` and `codes` of what may be listed
+LISTS_NAME = "lists.parquet"  # the file in a run that readers use
+CATALOGUE_PATH = "plan/catalogue.parquet"  # the file in a run with `item_id` and `codes` of the items to list
 
 
 def write_catalogue(catalogue: ItemCodes, path: Path) -> None:
@@ -25,14 +25,14 @@ def write_catalogue(catalogue: ItemCodes, path: Path) -> None:
 
 
 def read_catalogue(path: Path, sizes: tuple[int, ...]) -> ItemCodes:
-    """The catalogue that `write_catalogue` wrote, row by row."""
+    """Read a catalogue that `write_catalogue` wrote, in the same order."""
     table = read_parquet(path)
     codes = table["codes"].combine_chunks().flatten().to_numpy().reshape(-1, len(sizes))
     return ItemCodes(table["item_id"].combine_chunks(), codes, sizes)
 
 
 def has_new_items(catalogue: ItemCodes, runs: Path, run_id: str) -> bool:
-    """Whether a catalogue has items that a run could not list; so where the run's is gone or damaged."""
+    """Whether a catalogue has items that a run's catalogue lacks; True if the run's is gone or damaged."""
     path = runs / run_id / CATALOGUE_PATH
     table = unless_damaged(partial(read_parquet, path, ["item_id"])) if path.exists() else None
     listed_ids = catalogue.item_ids[:0] if table is None else table["item_id"].combine_chunks()
@@ -41,7 +41,7 @@ def has_new_items(catalogue: ItemCodes, runs: Path, run_id: str) -> bool:
 
 @dataclass(frozen=True)
 class ListRow:
-    """A user who gets a list: rows of the catalogue of the history, the oldest first, int64[n], and of likely items."""
+    """A user who gets a list; `history`, oldest first, and `drafts`, likely items, are catalogue rows, int64[n]."""
 
     user_id: str | int
     history: np.ndarray
@@ -64,11 +64,11 @@ def lists_schema(user_type: pa.DataType, item_type: pa.DataType) -> pa.Schema:
         [
             pa.field("entity_id", user_type, nullable=False),
             pa.field("items", pa.list_(item_type), nullable=False),  # the best first
-            pa.field("scores", pa.list_(pa.float64()), nullable=False),  # log probabilities; of popular ones counts
+            pa.field("scores", pa.list_(pa.float64()), nullable=False),  # log probabilities; counts for popular items
             pa.field("route", pa.string(), nullable=False),  # "history" or "popular"
-            pa.field("last_item", item_type),  # of the history; null: there is none
+            pa.field("last_item", item_type),  # last item of the history; null without a history
             pa.field("fingerprint", pa.string(), nullable=False),
-            pa.field("run_id", pa.string(), nullable=False),  # that made it, not that carried it over
+            pa.field("run_id", pa.string(), nullable=False),  # the run that made the list; carrying over keeps it
             pa.field("model_id", pa.string(), nullable=False),
             pa.field("is_stale", pa.bool_(), nullable=False),
         ]
@@ -76,7 +76,7 @@ def lists_schema(user_type: pa.DataType, item_type: pa.DataType) -> pa.Schema:
 
 
 def flat_lists(run: RunFolder, schema: pa.Schema) -> pa.RecordBatchReader:
-    """All lists of a run as readers want them: `user_id`, `rank` from 1, `item_id`, `score`."""
+    """All lists of a run as flat rows for readers: `user_id`, `rank` from 1, `item_id`, `score`."""
     flat = pa.schema(
         [
             pa.field("user_id", schema.field("entity_id").type, nullable=False),

@@ -6,18 +6,18 @@ import torch
 
 from laserbatch.research.recommending.settings import DraftLoss
 
-OF_LISTS: tuple[DraftLoss, ...] = ("seqkd", "atspeed_s", "atspeed_r")  # learn from the target's own lists too
+OF_LISTS: tuple[DraftLoss, ...] = ("seqkd", "atspeed_s", "atspeed_r")  # losses that also use the target's lists
 NUM_ALIGNED = 20  # K of the constrained top-K
 STRENGTH = 0.5  # alpha of Eq. 5 and 9
 
 
 @dataclass(frozen=True)
 class Rows:
-    """R places of codes in sequences, each with the code that follows.
+    """R places in sequences at which a code is predicted.
 
-    `p` and `q` (R, vocab_size) are logits of target and draft; `labels` int64[R] tokens of codes; `allowed` bool (R,
-    vocab_size) marks the codes of the catalogue there. `least` float[R] is log p(y_K), the target's log probability of
-    the code at that place of the last item of its list; 0 for sequences of the log.
+    `p` and `q` (R, vocab_size) are logits of target and draft; `labels` int64[R] are the tokens of the codes; `allowed`
+    bool (R, vocab_size) marks the codes that the catalogue has there. `least` float[R] is log p(y_K), the target's log
+    probability of the code of its list's last item at the same level; 0 for sequences of the log.
     """
 
     p: torch.Tensor
@@ -28,7 +28,7 @@ class Rows:
 
 
 def recommendation_loss(rows: Rows) -> torch.Tensor:
-    """Cross entropy of the codes of the log: L_Rec."""
+    """Cross entropy of the codes in `labels`: L_Rec."""
     return torch.nn.functional.cross_entropy(rows.q, rows.labels)
 
 
@@ -38,14 +38,14 @@ def word_loss(rows: Rows) -> torch.Tensor:
 
 
 def variation_loss(rows: Rows) -> torch.Tensor:
-    """Total variation distance from it (TVDKD: Wen et al. 2023)."""
+    """Total variation distance from the target's distribution (TVDKD: Wen et al. 2023)."""
     return (torch.softmax(rows.p, -1) - torch.softmax(rows.q, -1)).abs().sum(-1).mean() / 2
 
 
 def strict_loss(rows: Rows, is_constrained: bool = True, is_dense: bool = True) -> torch.Tensor:
-    """L_Align-S (Eq. 4) over V_c, the likeliest of what the draft may say: reverse KL less the density term.
+    """L_Align-S (Eq. 4): reverse KL minus the density term, over V_c, the draft's most likely allowed codes.
 
-    `is_constrained` False: over the whole vocabulary; `is_dense` False: without the density term (its ablations).
+    Ablations: `is_constrained` False takes the whole vocabulary, `is_dense` False leaves out the density term.
     """
     log_p, log_q = (_log_softmax(each, rows.allowed if is_constrained else None) for each in (rows.p, rows.q))
     if is_constrained:
@@ -61,7 +61,7 @@ def strict_loss(rows: Rows, is_constrained: bool = True, is_dense: bool = True) 
 
 
 def relaxed_loss(rows: Rows) -> torch.Tensor:
-    """L_Align-R (Eq. 8): total variation distance over the likeliest of what the target may say, made one again."""
+    """L_Align-R (Eq. 8): total variation distance over the target's most likely allowed codes, renormalised."""
     log_p, log_q = (_log_softmax(each, rows.allowed) for each in (rows.p, rows.q))
     likeliest = log_p.topk(min(NUM_ALIGNED, log_p.shape[1]), -1).indices
     p, q = (torch.softmax(each.gather(1, likeliest), -1) for each in (log_p, log_q))

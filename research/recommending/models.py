@@ -34,7 +34,7 @@ def new_model(card: RecommenderCard, hidden_size: int, num_layers: int, seed: in
 
 
 def drop_out(model: LlamaForCausalLM, share: float) -> None:
-    """Apply dropout to the results of embeddings, attention and MLPs while the model is trained."""
+    """Apply dropout to the outputs of embeddings, attention and MLPs during training."""
 
     def hook(module: torch.nn.Module, _, output):
         first = output[0] if isinstance(output, tuple) else output
@@ -49,13 +49,13 @@ def drop_out(model: LlamaForCausalLM, share: float) -> None:
 
 
 def extended_model(base: Path, card: RecommenderCard, seed: int) -> tuple[torch.nn.Module, RecommenderCard]:
-    """A language model with the tokens of a card after its own and an untrained LoRA, and the card with their offset.
+    """Extend a language model by the tokens of a card and an untrained LoRA; also return the card with their offset.
 
     The LoRA of all linear layers and the embeddings are trainable. Raises ConfigError if peft is not installed,
     ModelError if the folder holds no model.
     """
     require_whole_files(base)
-    transformers_logging.set_verbosity_error()  # it reports how new embeddings are initialised
+    transformers_logging.set_verbosity_error()  # it warns of new embeddings
     torch.manual_seed(seed)
     model = whole_model(base)
     card = card.model_copy(update={"begin": model.get_input_embeddings().num_embeddings})

@@ -1,8 +1,8 @@
-"""The nightly lists: the best items of each user by a recommender over codes, in runs beside those of texts.
+"""The nightly lists: the best items of each user by a recommender over codes, in runs separate from those of texts.
 
-A run is a folder like any other, in the workspace `recommendations/` within the workspace. A user with an unchanged
-history keeps the list, unless one of its items left the catalogue, or new items came and it is the list's day of the
-week. A user without a history gets the most popular items. Workers (`list_worker.py`) list the others in shards.
+Runs are in the workspace `recommendations/` within the night's workspace. A user with an unchanged history keeps the
+list, unless one of its items left the catalogue, or new items came and it is the list's day of the week. A user without
+a history gets the most popular items. Workers (`list_worker.py`) make the other lists in shards.
 """
 
 import datetime
@@ -61,20 +61,20 @@ from laserbatch.research.recommending.lists import (
 from laserbatch.research.recommending.planned import carried_lists, due_lists, listed_drafts, stale_lists, without_had
 from laserbatch.research.recommending.settings import ListSpec, RecommendingSettings
 
-NAME = "recommending"  # the extension
-RECOMMENDATIONS = "recommendations"  # its workspace, a folder of the night's
+NAME = "recommending"  # name of the extension
+RECOMMENDATIONS = "recommendations"  # its workspace, a folder in the night's workspace
 METRICS_PREFIX = "laserbatch_lists"
 SHARDS = 64  # approximate number of shards of a night
 SHARD_BATCHES, MAX_BATCHES = 8, 128  # minimum and maximum number of batches of a shard
 NUM_SAMPLES = 3
-MIN_TRIED = 10  # with fewer shards, drafts would not repay a trial of them
+MIN_TRIED = 10  # with fewer shards, drafts would not save the time of a trial
 
 
 def recommend(settings: Settings, date: datetime.date, force: bool = False) -> RunManifest:
-    """The lists of a date, published; a finished run is left as it is, unless `force` asks for another edition.
+    """Make and publish the lists of a date; a finished run stays as it is, unless `force` asks for another edition.
 
-    Raises ConfigError, ModelError, TableError for what cannot be recommended from, WorkspaceError where an unfinished
-    run was started from other inputs, RunHeld where a gate keeps it back.
+    Raises ConfigError, ModelError or TableError if settings, models or tables are unusable, WorkspaceError if an
+    unfinished run was started from other inputs, RunHeld if a gate blocks the publication.
     """
     with night_metrics(settings, METRICS_PREFIX, RECOMMENDATIONS) as metrics:
         return _recommend(settings, date, force, metrics)
@@ -107,7 +107,7 @@ def _recommend(settings: Settings, date: datetime.date, force: bool, metrics: Ni
 def _opened(
     workspace: Workspace, lists: Lists, date: datetime.date, inputs: Mapping[str, Any], force: bool
 ) -> RunManifest:
-    """The manifest of the newest run of the date, or of another edition if that is finished and `force` is set."""
+    """The manifest of the newest run of the date, or of a new edition if that run is finished and `force` is set."""
     settings = lists.settings
     identity = {
         "tables": settings.tables.model_dump(mode="json", exclude={"path"}),
@@ -134,12 +134,12 @@ def _write(workspace: Workspace, run: RunFolder, manifest: RunManifest, lists: L
     previous, schema = lists.schema.empty_table(), lists.schema
     if manifest.origin.previous_run_id is not None:
         batches = list(workspace.run(manifest.origin.previous_run_id).iter_knowledge("user", schema.names))
-        if batches:  # none where it was removed since
+        if batches:  # empty if the run was removed since
             previous = pa.Table.from_batches(batches).cast(schema)
     with stage(manifest, "plan"):
-        (run.root / TOKEN_FILE).unlink(missing_ok=True)  # of an attempt that was killed
+        (run.root / TOKEN_FILE).unlink(missing_ok=True)  # left by a killed attempt
         catalogue = run.root / CATALOGUE_PATH
-        if catalogue.exists():  # texts, whose vectors new items' codes go by, may have been written since
+        if catalogue.exists():  # kept, since newer texts could change the codes of new items
             lists.catalogue = read_catalogue(catalogue, lists.target.card.sizes)
         else:
             write_catalogue(lists.catalogue, catalogue)
@@ -149,7 +149,7 @@ def _write(workspace: Workspace, run: RunFolder, manifest: RunManifest, lists: L
         if pending:
             abandoned = _hand_out(workspace, run, manifest, lists, pending, finished)
     with stage(manifest, "gather"):
-        plan = load_plan(run.root, "user") or plan  # with halves of shards
+        plan = load_plan(run.root, "user") or plan  # with split shards
         user_ids = pa.chunked_array([lists.user_ids])
         reasons, num_stale = gather(
             run, "user", user_ids, finished, abandoned,
@@ -169,7 +169,7 @@ def _stale(previous: pa.Table, lists: Lists, failed: pa.ChunkedArray) -> pa.Tabl
 
 
 def _plan(run: RunFolder, manifest: RunManifest, lists: Lists, previous: pa.Table) -> SidePlan:
-    """Write the lists that need no model, and the shards of the others; neighbours have histories of similar length."""
+    """Write the lists that need no model, and shards of the other users, ordered by the length of their histories."""
     user_ids, options = lists.user_ids, lists.options
     with progress("plan lists", len(user_ids)) as bar:
         lengths = np.array([len(history) for history in lists.histories], np.int64)
@@ -191,7 +191,7 @@ def _plan(run: RunFolder, manifest: RunManifest, lists: Lists, previous: pa.Tabl
         most = options.num_drafted
         if most is None:
             most = round(max(TRIED_SHARES) * options.num_items)
-        most = 0 if options.draft_model is not None else most  # which drafts by itself
+        most = 0 if options.draft_model is not None else most  # a draft model needs no listed items
         chosen = user_ids.take(pa.array(users))
         rows = pa.table(
             {
@@ -199,7 +199,7 @@ def _plan(run: RunFolder, manifest: RunManifest, lists: Lists, previous: pa.Tabl
                 "history": pa.array([lists.histories[user] for user in users.tolist()], pa.list_(pa.int32())),
                 "drafts": listed_drafts(previous, chosen, last, lists.catalogue, most),
                 "fingerprint": lists.fingerprints.take(pa.array(users)),
-                "group": lists.catalogue.item_ids.take(pa.array(last)).cast(pa.string()),  # whose users' lists draft
+                "group": lists.catalogue.item_ids.take(pa.array(last)).cast(pa.string()),  # by last item
             }
         )
         num_batches = np.clip(rows.num_rows // (SHARDS * options.batch_size), SHARD_BATCHES, MAX_BATCHES)
@@ -217,7 +217,7 @@ def _hand_out(
     workspace: Workspace, run: RunFolder, manifest: RunManifest, lists: Lists, pending: Sequence[Shard],
     finished: Finished,
 ) -> list[ShardAbandoned]:  # fmt: skip
-    """Hand shards to the workers and add their lists to the finished ones; return the abandoned ones."""
+    """Hand shards to the workers and add their records to `finished`; return the abandoned shards."""
     options = lists.options
     places = {name: path.resolve() for name in ("model", "draft_model") if (path := getattr(options, name)) is not None}
     spec = ListSpec(
@@ -238,7 +238,7 @@ def _hand_out(
 def _drafted(
     manifest: RunManifest, options: RecommendingSettings, worker_pool: WorkerPool, shards: Sequence[Shard]
 ) -> int:
-    """The draft budget: that of the manifest, else the configured one, else the fastest in a trial."""
+    """The draft budget of the manifest; if it has none, the configured budget, or else the fastest in a trial."""
     if "user" not in manifest.generation.budgets:
         num_drafted, reason, gain = options.num_drafted, "as extensions.recommending.num_drafted says", None
         if num_drafted is None and options.draft_model is None and manifest.origin.previous_run_id is None:

@@ -1,4 +1,4 @@
-"""The users who get a new list, and its drafts: earlier lists of the user and of users with the same last item."""
+"""Plans the new lists of users; drafts come from earlier lists of the user and of users with the same last item."""
 
 import datetime
 import hashlib
@@ -11,14 +11,14 @@ import pyarrow.compute as pc
 from laserbatch.research.recommending.codes import ItemCodes
 from laserbatch.retrieval_pools.ids import rows_among
 
-DAYS = 7  # within which new items come into everybody's lists
+DAYS = 7  # new items can enter every list within this many days
 
 
 def list_fingerprints(
     catalogue: ItemCodes, histories: Sequence[np.ndarray], request: str, popular: np.ndarray
 ) -> pa.Array:
-    """The fingerprint of the inputs of each user's list: the `request` to the model, and the history or, if that is
-    empty, the `popular` items. Histories are rows of the catalogue."""
+    """The fingerprint of each user's list: a hash of the `request` to the model, and of the history or, if that is
+    empty, of the `popular` items. Histories are rows of the catalogue."""
 
     def of(kind: bytes, rows: np.ndarray) -> str:
         return hashlib.blake2b(request.encode() + kind + catalogue.codes[rows].tobytes(), digest_size=16).hexdigest()
@@ -28,7 +28,7 @@ def list_fingerprints(
 
 
 def carried_lists(previous: pa.Table, user_ids: pa.Array, fingerprints: pa.Array, catalogue: ItemCodes) -> np.ndarray:
-    """For each user the row of an earlier list that is carried over: int64[num_users], -1 if none is.
+    """For each user, the row of the earlier list that is carried over: int64[num_users], -1 if none is.
 
     A list is carried over if its fingerprint is the same and all of its items are still in the catalogue.
     """
@@ -44,7 +44,7 @@ def carried_lists(previous: pa.Table, user_ids: pa.Array, fingerprints: pa.Array
 def due_lists(previous: pa.Table, date: datetime.date, has_grown: Callable[[str], bool]) -> np.ndarray:
     """Whether each earlier list is made again on a date, so that new items can enter it: bool[num_lists].
 
-    That is on one day of the week, another one for other histories, if the catalogue `has_grown` since the list's run.
+    A list is due on one day of the week, which depends on its fingerprint, if the catalogue `has_grown` since its run.
     """
     digits = pc.utf8_slice_codeunits(previous["fingerprint"], 0, 1).to_pylist()
     is_day = np.array([int(digit, 16) % DAYS == date.toordinal() % DAYS for digit in digits], bool)
@@ -54,7 +54,7 @@ def due_lists(previous: pa.Table, date: datetime.date, has_grown: Callable[[str]
 
 
 def stale_lists(previous: pa.Table, user_ids: pa.Array, catalogue: ItemCodes) -> pa.Table:
-    """Earlier lists of some users, marked as stale, if all of their items are still in the catalogue."""
+    """The earlier lists of some users, marked as stale; a list with an item that left the catalogue is dropped."""
     rows = rows_among(user_ids, previous["entity_id"])
     rows = rows[rows >= 0]
     rows = rows[~_has_gone(previous, catalogue)[rows]]
@@ -64,7 +64,7 @@ def stale_lists(previous: pa.Table, user_ids: pa.Array, catalogue: ItemCodes) ->
 
 
 def without_had(lists: pa.Table, user_ids: pa.Array, histories: Sequence[np.ndarray], catalogue: ItemCodes) -> pa.Table:
-    """Earlier lists without items that their users had since; `histories` of `user_ids` are rows of the catalogue."""
+    """Remove items that users had since from their earlier lists; `histories` of `user_ids` are catalogue rows."""
     users = rows_among(lists["entity_id"], user_ids)
     items, scores = [], []
     for user, listed, of_each in zip(users.tolist(), lists["items"], lists["scores"].to_pylist(), strict=True):
@@ -88,10 +88,10 @@ def _has_gone(previous: pa.Table, catalogue: ItemCodes) -> np.ndarray:
 def listed_drafts(
     previous: pa.Table, user_ids: pa.Array, last_items: np.ndarray, catalogue: ItemCodes, most: int
 ) -> pa.Array:
-    """Likely items of users, at most so many each, the likeliest first, as lists of rows of the catalogue.
+    """At most `most` likely items of each user, the most likely first, as lists of rows of the catalogue.
 
-    First the user's own earlier list, then what most lists have of those users whose history ended with the same item.
-    `last_items` int64[num_users] are the rows of the histories' last items.
+    First come the items of the user's earlier list, then the most frequent items in earlier lists of users with the
+    same last item. `last_items` int64[num_users] are the rows of the histories' last items.
     """
     if most == 0:
         return pa.array([[]] * len(user_ids), pa.list_(pa.int32()))

@@ -1,4 +1,4 @@
-"""`recommending` as an extension: nightly lists of items."""
+"""The extension `recommending`: nightly lists of items."""
 
 from pathlib import Path
 

@@ -12,7 +12,7 @@ from laserbatch.pipeline.storage.atomic import write_text
 from laserbatch.pipeline.storage.figures import SideFigures
 from laserbatch.pipeline.storage.manifest import RunManifest
 
-NUM_LAST = 5  # titles of a history that are shown
+NUM_LAST = 5  # number of titles of a history that are shown
 
 
 def write_lists_report(manifest: RunManifest, path: Path) -> None:
@@ -55,7 +55,7 @@ def write_lists_report(manifest: RunManifest, path: Path) -> None:
 
 
 def quality_of(manifest: RunManifest) -> str:
-    """How well the recommender's lists did when it was trained."""
+    """A sentence on the quality of the recommender's lists, as measured after its training."""
     card = manifest.origin.settings.get("recommender", {})
     if not card.get("held_back"):
         return "How good its lists are was not measured when the recommender was trained."
@@ -71,7 +71,7 @@ def quality_of(manifest: RunManifest) -> str:
 
 
 def drafts_of(figures: SideFigures) -> str:
-    """How much was drafted, and why."""
+    """A sentence on the number of drafts per user, and the reason for it."""
     if figures.budget is None:
         return "No user got a list by the model, so that nothing was drafted."
     forecast, most = figures.budget.forecast, figures.budget.max_draft_tokens

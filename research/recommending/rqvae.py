@@ -10,7 +10,7 @@ NUM_STEPS, BATCH, LEARNING_RATE = 600, 1024, 1e-3
 
 
 class ResidualAutoencoder(nn.Module):
-    """Autoencoder of vectors (n, dim); `books` (num_levels, size, LATENT) quantise the residuals of those before."""
+    """Autoencoder of vectors (n, dim); each of `books` (num_levels, size, LATENT) quantises what the last one left."""
 
     def __init__(self, dim: int, num_levels: int, size: int) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class ResidualAutoencoder(nn.Module):
 
     @torch.no_grad()
     def begin(self, vectors: torch.Tensor, seed: int) -> None:
-        """Initialise the books by latents of the vectors; otherwise most codes are never used."""
+        """Initialise the books with latents of the vectors; otherwise most codes would never be used."""
         left, generator = self.encoder(vectors), torch.Generator().manual_seed(seed)
         for book in self.books:
             book.copy_(
@@ -29,7 +29,7 @@ class ResidualAutoencoder(nn.Module):
             left = left - book[torch.cdist(left, book).argmin(1)]
 
     def quantised(self, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Codes int64 (n, num_levels) of latents, the quantised latents, and the loss of the difference."""
+        """The codes of latents, int64 (n, num_levels), the quantised latents, and the quantisation loss."""
         left, total, codes, loss = latent, torch.zeros_like(latent), [], latent.new_zeros(())
         for book in self.books:
             codes.append(torch.cdist(left.detach(), book.detach()).argmin(1))
@@ -40,7 +40,7 @@ class ResidualAutoencoder(nn.Module):
 
 
 def rqvae_codes(vectors: np.ndarray, num_levels: int, size: int, seed: int = 0) -> np.ndarray:
-    """Codes int64 (n, num_levels) below `size` of vectors float32 (n, dim); equal seeds give equal codes."""
+    """Codes, int64 (n, num_levels), below `size`, of vectors float32 (n, dim); equal seeds give equal codes."""
     torch.manual_seed(seed)
     data = torch.from_numpy(vectors)
     data = (data - data.mean(0)) / data.std().clamp_min(1e-6)
@@ -52,7 +52,7 @@ def rqvae_codes(vectors: np.ndarray, num_levels: int, size: int, seed: int = 0) 
         batch = data[torch.randint(len(data), (min(BATCH, len(data)),), generator=generator)]
         latent = model.encoder(batch)
         _, total, loss = model.quantised(latent)
-        straight = latent + (total - latent).detach()  # gradients pass as if nothing had been rounded
+        straight = latent + (total - latent).detach()  # straight-through gradient
         loss = loss + (model.decoder(straight) - batch).square().mean()
         optimizer.zero_grad()
         loss.backward()

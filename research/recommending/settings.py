@@ -1,4 +1,4 @@
-"""The options of nightly lists of items, and what their workers are started with."""
+"""The options of nightly lists of items, and the specification of their workers."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,18 +29,18 @@ class RecommendingSettings(Strict):
     num_items: int = Field(default=20, ge=1, description="A user's list has this many items.")
     list_again: bool = Field(
         default=False,
-        description="Lists may hold items that the user already interacted with, as suits songs or food. Otherwise "
-        "they never do, and a user who knows nearly every item gets a shorter list.",
+        description="Lists may hold items that the user already interacted with, which suits songs or food. Otherwise "
+        "they never do, and a user who had nearly all items gets a shorter list.",
     )
     num_drafted: int | None = Field(
         default=None,
         ge=0,
-        description="This many paths, or listed items, are drafted for a user. null: the number that is fastest here,"
-        " measured each night.",
+        description="This many paths, or listed items, are drafted for a user. null: the fastest number, measured each "
+        "night.",
     )
     batch_size: int = Field(default=32, ge=1, description="One worker makes the lists of this many users at once.")
     keep_runs: int = Field(
-        default=7, ge=1, description="This many of the newest runs of lists are kept, and the published one."
+        default=7, ge=1, description="This many of the newest runs of lists are kept besides the published one."
     )
 
     @property
@@ -53,7 +53,7 @@ class RecommendingSettings(Strict):
 
 @dataclass(frozen=True, kw_only=True)
 class ListSpec(WorkerSpec):
-    """`model_dir` is the folder of a recommender, `plan/catalogue.parquet` what it lists."""
+    """`model_dir` is the folder of a recommender; `plan/catalogue.parquet` of the run has the items to list."""
 
     options: RecommendingSettings
     worker: ClassVar[str] = "laserbatch.research.recommending.list_worker:ListWorker"

@@ -1,4 +1,4 @@
-"""Training of recommenders on the interactions of tables, and of small models that draft for them."""
+"""Trains recommenders on the interactions of tables, and small models that draft for them."""
 
 import datetime
 from pathlib import Path
@@ -32,8 +32,8 @@ def train_on_tables(
     code_maker: CodeMaker = "kmeans",
     base: Path | None = None,
 ) -> RecommenderCard:
-    """Train a recommender into a folder, with its codes; `draft_for` is the folder of the target of a small model, and
-    `base` that of a language model to extend."""
+    """Train a recommender into a folder, with its codes; `draft_for` is the folder of a small model's target, and
+    `base` the folder of a language model to extend."""
     torch.set_num_threads(usable_cores())
     tables = read_tables(settings.tables.required_path, as_of=date, keep_duplicates=settings.tables.keep_duplicates)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""Training of recommenders over codes, and of the small models that draft for them."""
+"""Trains recommenders over codes, and small models that draft for them."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -36,20 +36,19 @@ from laserbatch.research.recommending.settings import DraftLoss
 MIN_HISTORIES = 20
 HELD_BACK, MAX_HELD_BACK = 0.1, 1000  # share and number of histories whose last item is held out
 LISTS_AT_ONCE = 32
-NO_LABEL = -100  # where a window has no item
-BEST_NAME = "best.safetensors"  # weights of the best epoch so far, until the training ends
+NO_LABEL = -100  # label of padding in windows
+BEST_NAME = "best.safetensors"  # weights of the best epoch so far; deleted when the training ends
 
 OnProgress = Callable[[int, int, float], None]
 
 
 @dataclass(frozen=True)
 class RecommenderOptions:
-    """`num_listed`, of a draft model: histories whose lists by the target are learned from; `num_picked` items of each
-    a step."""
+    """A draft model learns from the target's lists of `num_listed` histories, `num_picked` items of each list a step."""
 
     hidden_size: int = 256
     num_layers: int = 4
-    dropout: float = 0.2  # of a new target
+    dropout: float = 0.2  # only in a new target
     history: int = 20
     epochs: int = 15
     batch_size: int = 64
@@ -67,17 +66,17 @@ def train_recommender(
     on_progress: OnProgress = lambda step, num_steps, loss: None,
     base: Path | None = None,
 ) -> RecommenderCard:
-    """Train a recommender to predict the codes of the next item of each history, rows of `codes`, the oldest first.
+    """Train a recommender to predict the codes of the next item in histories, which are rows of `codes`, oldest first.
 
-    The last item of some histories is held out; the weights of the epoch with the least loss on them are written. The
+    The last item of some histories is held out; the weights of the epoch with the lowest loss on them are written. The
     same inputs give the same bytes, however often the training was killed.
 
     Parameters
     ----------
-    base : folder of a language model whose vocabulary is extended by the codes, and which a LoRA adapts to them; None:
-        a new model of the options' size.
+    base : folder of a language model that is extended by the codes and adapted by a LoRA; None: a new model of the
+        options' size.
 
-    Raises ConfigError: too few histories have two items, or the folder holds other things.
+    Raises ConfigError if too few histories have two items, or the folder holds other files.
     """
     usable = _enough(histories, folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -92,7 +91,7 @@ def train_recommender(
 
     def loss_of(numbered: tuple[int, Sequence[int]]) -> torch.Tensor:
         step, batch = numbered
-        torch.manual_seed(options.seed + step)  # what is dropped out goes by the step, wherever a training goes on
+        torch.manual_seed(options.seed + step)  # dropout depends only on the step, also after a resume
         part = [windows[number] for number in batch]
         ids = padded([card.tokens(codes.codes[window]) for window in part], card.begin)[0].to(device)
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
@@ -111,14 +110,14 @@ def train_recommender(
         if before.get("digest") != digest or surprise < before["surprise"]:
             facts = {"digest": digest, "surprise": surprise, "epoch": step // num_in_epoch}
             weights = {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
-            save_whole(weights, best, facts)  # shared ones once
+            save_whole(weights, best, facts)  # `named_parameters` has shared weights once
 
     seconds = train_steps(
         model, batches, loss_of, folder, digest, options.learning_rate,
         on_progress=lambda step, loss: on_progress(step, len(batches), loss), after=after,
     )  # fmt: skip
     model.load_state_dict(load_file(best), strict=False)
-    merge = getattr(model, "merge_and_unload", None)  # of a LoRA
+    merge = getattr(model, "merge_and_unload", None)  # models with a LoRA have it
     model = model if merge is None else merge()
     training_facts = {
         "num_histories": len(usable),
@@ -132,7 +131,7 @@ def train_recommender(
 def _initial_model(
     codes: ItemCodes, options: RecommenderOptions, base: Path | None, device: str
 ) -> tuple[torch.nn.Module, RecommenderCard]:
-    """A new model, or `base` extended by the codes, and its card."""
+    """A new model, or `base` extended by the codes; and the model's card."""
     card = RecommenderCard(sizes=codes.sizes, codes=codes_digest(codes), history=options.history)
     if base is None:
         model = new_model(card, options.hidden_size, options.num_layers, options.seed)
@@ -146,7 +145,7 @@ def _rankings(
     model, card: RecommenderCard, trie: ItemTrie, codes: ItemCodes, learned: Sequence[np.ndarray],
     held_out: Sequence[np.ndarray],
 ) -> dict[str, Ranking]:  # fmt: skip
-    """The rankings of the last items of held-back histories by the model and the baselines."""
+    """The accuracy of the model and of the baselines for the last items of held-back histories."""
     answers, before = [history[-1] for history in held_out], [history[:-1] for history in held_out]
     lists = {
         "held_back": listed(model, card, trie, codes, before),
@@ -165,9 +164,9 @@ def train_draft(
     options: RecommenderOptions = RecommenderOptions(hidden_size=64, num_layers=1),
     on_progress: OnProgress = lambda step, num_steps, loss: None,
 ) -> RecommenderCard:
-    """Train a small model to draft for a target; the last item of each history is what is to be said.
+    """Train a small model to draft for a target; it learns to predict the last item of each history.
 
-    Lists are the target's own, not mixed with the draft's (lambda = 1 in D' of Eq. 3). Raises as `train_recommender`.
+    Lists are the target's, not mixed with the draft's (lambda = 1 in D' of Eq. 3). Raises as `train_recommender` does.
     """
     usable = _enough(histories, folder)
     target.require(codes)
@@ -187,7 +186,7 @@ def train_draft(
         of_logs = _rows_of(target, model, trie, card, codes, [usable[number] for number in batch])
         of_lists = None
         if lists:
-            drawn = np.random.default_rng((options.seed, step))  # by the step, wherever a training goes on
+            drawn = np.random.default_rng((options.seed, step))  # depends only on the step
             of_batch = [lists[number] for number in batch]
             picked = [
                 [*drawn.choice(rows, min(options.num_picked, len(rows)), replace=False), rows[-1]] for rows in of_batch
@@ -208,7 +207,7 @@ def train_draft(
 def listed(
     model: PreTrainedModel, card: RecommenderCard, trie: ItemTrie, codes: ItemCodes, histories: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
-    """A model's NUM_ALIGNED best items after each history, without those in it, as rows of `codes`, best first."""
+    """A model's NUM_ALIGNED best items after each history, without its items, as rows of `codes`, best first."""
     lists = []
     for start in range(0, len(histories), LISTS_AT_ONCE):
         part = histories[start : start + LISTS_AT_ONCE]
@@ -222,10 +221,10 @@ def _catalogue_loss(
     logits: torch.Tensor, trie: ItemTrie, card: RecommenderCard, windows: Sequence[np.ndarray],
     ways: tuple[np.ndarray, np.ndarray],
 ) -> torch.Tensor:  # fmt: skip
-    """Cross entropy of a code, over those that a catalogue has there, as beams see them.
+    """Cross entropy of codes over the codes that the catalogue has at each place, as in beam search.
 
-    Over all codes a model would first of all learn the catalogue by heart. `logits` (B, T, vocab_size) of windows that
-    are filled on the right, `ways` those of `ItemTrie.ways_to`.
+    Over all codes, a model would first memorise the catalogue. `logits` (B, T, vocab_size) belong to windows padded on
+    the right; `ways` is the result of `ItemTrie.ways_to`.
     """
     items = np.full((len(windows), logits.shape[1] // trie.num_levels), -1)
     for row, window in enumerate(windows):
@@ -243,7 +242,7 @@ def _catalogue_loss(
 
 @torch.no_grad()
 def _surprise(model, card: RecommenderCard, codes: ItemCodes, trie: ItemTrie, held_out: Sequence[np.ndarray]) -> float:
-    """Mean over histories of -log p of the last item, among the items of the catalogue."""
+    """The mean over histories of -log p(last item), normalised over the items of the catalogue."""
     total = 0.0
     for start in range(0, len(held_out), LISTS_AT_ONCE):
         part = held_out[start : start + LISTS_AT_ONCE]
@@ -257,7 +256,7 @@ def _rows_of(
     target: Recommender, model, trie: ItemTrie, card: RecommenderCard, codes: ItemCodes,
     sequences: Sequence[npt.ArrayLike], counts: Sequence[int] = (),
 ) -> Rows:  # fmt: skip
-    """The places of the codes of each sequence's last item. `counts` : sequences of each list, the last with item K."""
+    """The rows of the codes of each sequence's last item. `counts` : sequences per list; item K's comes last."""
     with torch.no_grad():
         p, _, _ = _said_of_last(target.model, trie, target.card, codes, sequences)
     q, labels, allowed = _said_of_last(model, trie, card, codes, sequences)
@@ -272,8 +271,8 @@ def _rows_of(
 def _said_of_last(
     model, trie: ItemTrie, card: RecommenderCard, codes: ItemCodes, sequences: Sequence[npt.ArrayLike]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The logits at the codes of each sequence's last item (B, num_levels, V), the tokens of these codes, int64
-    (B, num_levels), and which codes the catalogue has there, bool as the logits. Token ids start at `card.begin`.
+    """For the codes of each sequence's last item: logits (B, num_levels, V), tokens int64 (B, num_levels), and the mask
+    of codes that the catalogue has there, bool (B, num_levels, V). Token ids are relative to `card.begin`.
     """
     num_levels, items = codes.codes.shape[1], [np.asarray(sequence)[-card.history - 1 :] for sequence in sequences]
     rows = padded([card.tokens(codes.codes[sequence]) for sequence in items], card.begin, left=True)
@@ -297,7 +296,7 @@ def _saved(model, card: RecommenderCard, folder: Path) -> RecommenderCard:
 
 
 def _batches(lengths: Sequence[int], options: RecommenderOptions) -> Iterator[list[int]]:
-    """Batches of similar lengths, all of them in each epoch, in another order."""
+    """Yield batches of similar lengths; each epoch has all of them in another order."""
     batches = batches_by_length(lengths, options.batch_size)
     for epoch in range(options.epochs):
         yield from (batches[number] for number in np.random.default_rng(options.seed + epoch).permutation(len(batches)))
@@ -330,5 +329,5 @@ def _digest(kind: str, codes: ItemCodes, histories: Sequence[np.ndarray], option
 
 
 def _starts(length: int, history: int) -> range:
-    """Starts of windows of history + 1 items; each item but the first follows another in one of them."""
+    """The starts of windows of `history` + 1 items; each item but the first follows its predecessor in one window."""
     return range(0, length - 1, history)

@@ -1,1 +1,1 @@
-"""Rules of acceptance beside greedy and relaxed ones."""
+"""Verifiers besides the greedy and relaxed ones."""

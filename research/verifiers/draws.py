@@ -1,9 +1,9 @@
-"""Sampling rules: they sample the target's tokens, given the draft tokens and their distributions.
+"""Sampling rules: verifiers that sample the target's tokens, given the draft tokens and their distributions.
 
-A rule samples one token after each place of a draft so that it follows the target's distribution, whatever was drafted;
-draft tokens are accepted if they are the samples. The draft may depend on sampled tokens only through the draws that a
-rule receives. A draft token that was chosen, not sampled, counts as sampled from a distribution of this token alone,
-after all draws of its place.
+A rule samples one token after each place of a draft so that the token follows the target's distribution, whatever was
+drafted; a draft token is accepted if it is the sample. The draft may depend on sampled tokens only through the draws
+that a rule receives. A draft token that was chosen, not sampled, counts as drawn from a distribution of only this
+token, after all other draws of its place.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ from laserbatch.pipeline.decoding.verifiers.relaxed import Greedy
 class Draws:
     """The draws after each of R places, at most K.
 
-    `tokens` int64 (R, K), -1 where less was drawn; `rows` int64 (R, K), the draw's row of `log_q` (num_rows,
-    vocab_size), -1 for a token that was chosen; `uniform` float64 (R, K), a number between 0 and 1 for each decision.
+    `tokens` int64 (R, K) is -1 if there are fewer draws; `rows` int64 (R, K) is each draw's row of `log_q` (num_rows,
+    vocab_size), -1 for a chosen token; `uniform` float64 (R, K) is a number between 0 and 1 for each decision.
     """
 
     tokens: torch.Tensor
@@ -32,13 +32,13 @@ class Draws:
     uniform: torch.Tensor
 
     def distribution(self, places: torch.Tensor, number: int) -> torch.Tensor:
-        """The distribution of draw `number` of some places, int64[n]: float32 (n, vocab_size)."""
+        """The distribution from which draw `number` of some places, int64[n], comes: float32 (n, vocab_size)."""
         tokens, rows = self.tokens[places, number], self.rows[places, number]
         certain = torch.nn.functional.one_hot(tokens, self.log_q.shape[-1]).float()
         return torch.where((rows >= 0)[:, None], self.log_q[rows.clamp_min(0)].exp(), certain)
 
     def only(self, which: torch.Tensor) -> "Draws":
-        """The selected draws, bool (R, K)."""
+        """Only the draws selected by `which`, bool (R, K)."""
         return replace(self, tokens=torch.where(which, self.tokens, -1))
 
 
@@ -49,19 +49,19 @@ Draw = Callable[[torch.Tensor, Draws], tuple[torch.Tensor, torch.Tensor]]
 class SamplingRule(Greedy):
     """Accepts a draft token if `draw` returns it.
 
-    `draw` : from the target's distributions (R, vocab_size) and the draws after each place, the draft tokens that are
-        the samples, int64[R], -1 for none; and the distributions of the samples if none is (R, vocab_size).
+    `draw` : maps the target's distributions (R, vocab_size) and the draws after each place to accepted draft tokens,
+        int64[R], -1 for none, and to the distributions (R, vocab_size) to sample from if none is accepted.
     """
 
     draw: Draw
 
     def sampled(self, temperature, rows, seeds, lengths, trees) -> "DrawnLogits":
-        """Rows whose argmax is the sample of this rule; parameters as those of `SampledLogits`."""
+        """Rows whose argmax is the sample of this rule; `SampledLogits` describes the parameters."""
         return DrawnLogits(self, temperature, rows, seeds, lengths, trees)
 
 
 class DrawnLogits(SampledLogits):
-    """Rows of a step, each 1 at the token that a rule samples after it, and 0 elsewhere."""
+    """The rows of a step: each is 1 at the token that a rule samples after it, and 0 elsewhere."""
 
     def __init__(self, rule: SamplingRule, temperature, rows, seeds, lengths, trees: TreeBatch) -> None:
         super().__init__(temperature, rows, seeds, lengths, trees)
@@ -83,13 +83,13 @@ class DrawnLogits(SampledLogits):
 
     @torch.inference_mode()
     def of(self, rows: np.ndarray) -> torch.Tensor:
-        """Rows int64[n]: float32 (n, vocab_size), not finite where the target's logits are not."""
+        """The values of rows int64[n], float32 (n, vocab_size); NaN for rows whose target logits are not finite."""
         p = torch.softmax(self._rows.of(rows).float() / self._temperature, -1)
         is_finite = p.isfinite().all(-1)
         seeds, positions = self._seeds_and_positions(rows)
         tokens, q_rows = to_device(np.stack((self._tokens[rows], self._q_rows[rows])), self.device)
         log_q = p.new_empty((1, p.shape[-1])) if self._log_q is None else self._log_q
-        numbers = -torch.arange(1, tokens.shape[1] + 1, device=tokens.device)  # those of Gumbel noise are above 0
+        numbers = -torch.arange(1, tokens.shape[1] + 1, device=tokens.device)  # Gumbel noise uses those above 0
         draws = Draws(tokens, q_rows, log_q, uniform(seeds, positions, numbers))
         drafted, residual = self._rule.draw(torch.where(is_finite[:, None], p, 1 / p.shape[-1]), draws)
         resampled = (residual.log() + gumbel_noise(seeds, positions, p.shape[-1])).argmax(-1)

@@ -1,4 +1,4 @@
-"""The rules of this package by their names in the configuration."""
+"""The verifiers of this package, by their names in the configuration."""
 
 from functools import partial
 
@@ -6,7 +6,7 @@ from laserbatch.pipeline.decoding.plugins import VerifierPlugin
 
 
 class Unsure(VerifierPlugin):
-    """A rule of `unsure.py`; min_probability is the value of its `parameter`, if it has one."""
+    """A rule of `unsure.py`; the option min_probability sets its `parameter`, if it has one."""
 
     def __init__(self, name: str, parameter: str | None = None) -> None:
         self._name, self._parameter = name, parameter
@@ -19,7 +19,7 @@ class Unsure(VerifierPlugin):
 
 
 class Sampling(VerifierPlugin):
-    """Judges what models draw: `first_draw` and the other functions of `rejection.py`."""
+    """A rule that judges sampled drafts of models by a function of `rejection.py`, such as `first_draw`."""
 
     samples = True
 

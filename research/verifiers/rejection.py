@@ -1,9 +1,9 @@
-"""Speculative sampling by rejection: of one chain, of several draws, of draws without replacement.
+"""Speculative sampling by rejection: for one draw, for several draws, and for draws without replacement.
 
-Leviathan et al. (ICML 2023, Algorithm 1; Chen et al. 2023) judge one draw, SpecInfer (Miao et al., ASPLOS 2024,
-Algorithm 2) independent ones of one model or several, SpecTr (Sun et al., NeurIPS 2023, Algorithm 3 and section 4.2:
-K-SEQ) those of one model all at once, RSD (Jeon et al. 2024, section 3.1, Algorithm 1) those of a tree whose branches
-were drawn without replacement.
+Leviathan et al. (ICML 2023, Algorithm 1; Chen et al. 2023) judge one draw; SpecInfer (Miao et al., ASPLOS 2024,
+Algorithm 2) judges independent draws of one or several models in turn; SpecTr (Sun et al., NeurIPS 2023, Algorithm 3
+and section 4.2: K-SEQ) judges all draws of one model with one factor; RSD (Jeon et al. 2024, section 3.1, Algorithm 1)
+judges draws without replacement.
 """
 
 import torch
@@ -14,7 +14,7 @@ NUM_HALVINGS = 40
 
 
 def first_draw(p: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
-    """Accept x with min(1, p(x) / q(x)), else draw from what p has more than q. Of several drafts the first counts."""
+    """Accept x with min(1, p(x) / q(x)), otherwise sample from max(p - q, 0). Only the first draw of a place counts."""
     is_first = torch.arange(draws.tokens.shape[1], device=p.device) == 0
     return recursive_rejection(p, draws.only(is_first.expand_as(draws.tokens)))
 
@@ -22,10 +22,10 @@ def first_draw(p: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tenso
 def recursive_rejection(
     p: torch.Tensor, draws: Draws, without_replacement: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each draw in turn is accepted by its ratio of what is left of p to its own distribution q (RSD, Algorithm 1).
+    """Accept each draw in turn by the ratio of the rest of p to its distribution q (RSD, Algorithm 1).
 
-    What is left after a rejection is p - q where that is positive. Of draws without replacement q is what earlier draws
-    of the same place left of it. Parameters and results as `SamplingRule.draw` has them.
+    After a rejection, the rest of p is max(p - q, 0), normalised. For draws without replacement, q excludes the earlier
+    draws of the same place. `SamplingRule.draw` describes parameters and results.
     """
     drafted = torch.full((len(p),), -1, device=p.device)
     for number in range(draws.tokens.shape[1]):
@@ -44,9 +44,9 @@ def recursive_rejection(
 
 
 def k_seq(p: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first of k independent draws x of one q with u < p(x) / (rho q(x)), rho as small as it may be.
+    """Accept the first of k independent draws x of one q with u < p(x) / (rho q(x)), for the smallest valid rho.
 
-    Which is where 1 - (1 - beta)^k = rho beta, beta being the acceptance of one draw, sum min(q, p / rho).
+    That rho solves 1 - (1 - beta)^k = rho beta, where beta = sum min(q, p / rho) is the acceptance of one draw.
     """
     is_drawn = (draws.tokens >= 0) & (draws.rows >= 0)
     k = is_drawn.sum(1)
@@ -68,12 +68,12 @@ def k_seq(p: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def accepted_mass(p: torch.Tensor, q: torch.Tensor, rho: torch.Tensor) -> torch.Tensor:
-    """How often one draw is accepted: (R, 1) of (R, vocab_size) twice and (R, 1)."""
+    """The probability (R, 1) that one draw is accepted, for p and q (R, vocab_size) and rho (R, 1)."""
     return torch.minimum(q, p / rho).sum(1, keepdim=True)
 
 
 def smallest_rho(p: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """By halving between 1 and k, int64 (R, 1): (R, 1)."""
+    """The rho (R, 1) of `k_seq`, by bisection between 1 and k, int64 (R, 1)."""
     low, high = torch.ones_like(p[:, :1]), k.to(p.dtype)
     for _ in range(NUM_HALVINGS):
         middle = (low + high) / 2
@@ -84,7 +84,7 @@ def smallest_rho(p: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Ten
 
 
 def normalised(weights: torch.Tensor, otherwise: torch.Tensor | None = None) -> torch.Tensor:
-    """Rows that sum to 1; a row of zeros, which rounding can leave, becomes that of `otherwise`."""
+    """Scale rows to sum to 1; a row of zeros, which rounding can leave, is replaced by the row of `otherwise`."""
     total = weights.sum(-1, keepdim=True)
     scaled = weights / total.clamp_min(torch.finfo(weights.dtype).tiny)
     return scaled if otherwise is None else torch.where(total > 0, scaled, otherwise)

@@ -1,4 +1,4 @@
-"""Rules that depend on the target's entropy: Medusa's typical acceptance, AASD's conditional one, FLy's loose one."""
+"""Rules that depend on the target's entropy: Medusa's typical acceptance, AASD's conditional rule, FLy's loose rule."""
 
 import math
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ class Typical:
 
     Cai et al., ICML 2024, section 2.3.1.
 
-    `epsilon`, a probability that always suffices; delta is its square root, as the paper advises. Where the target is
-    unsure, H being large, less suffices.
+    A token above the probability `epsilon` is always accepted; delta is its square root, as the paper advises. If the
+    target is unsure, so that H is large, a lower probability suffices.
     """
 
     epsilon: float = 0.1
@@ -53,10 +53,10 @@ class AASD:
 
 @dataclass(frozen=True)
 class FLy:
-    """Accept any token where the target is unsure and then continues as the draft does (Li et al., ICLR 2026).
+    """Accept any token if the target is unsure and then continues as the draft does (Li et al., ICLR 2026).
 
-    The gate: the entropy of the target, as a share of the vocabulary's, is at least `min_entropy`. The window: as many
-    choices of the target follow the token in the draft; if the draft ends before, the token is not accepted.
+    The target is unsure if its entropy, as a share of the maximum, log(vocab_size), is at least `min_entropy`. The next
+    `window` tokens of the draft must be the target's choices; if the draft ends before, the token is not accepted.
     """
 
     min_entropy: float = 0.3
@@ -69,7 +69,7 @@ class FLy:
         return NodeVerdicts(is_choice(choices, nodes) | is_open[nodes.parents], log_probability)
 
     def may_end(self, is_loose: np.ndarray, trees: TreeBatch) -> np.ndarray:
-        """Whether on the path to each node a window follows each loose one, before the next or the end: bool[n]."""
+        """Whether, on the path to each node, a window without loose nodes follows each loose node: bool[n]."""
         depths = trees.depths.astype(np.uint64)
         bits = np.where(is_loose, np.left_shift(np.uint64(1), depths - np.uint64(1)), 0)
         at = trees.scan_from_root(np.bitwise_or, bits)  # bit d - 1: loose at depth d
@@ -80,5 +80,5 @@ class FLy:
 
 
 def entropy(log_probabilities: torch.Tensor) -> torch.Tensor:
-    """In nats, of each row of log probabilities: float32[num_parents]."""
+    """The entropy, in nats, of each row of log probabilities: float32[num_parents]."""
     return torch.special.entr(log_probabilities.exp()).sum(-1)
