@@ -37,7 +37,7 @@ class EntityTables(Protocol):
 
     @property
     def interactions(self) -> Any:
-        """With `schema`, `count_rows` and `to_batches`, unless it is a pa.Table."""
+        """A pa.Table, or an object with `schema`, `count_rows` and `to_batches`."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from laserbatch.retrieval_pools.settings import PoolSettings, RoutingOptions
 
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent  # configs/ and models/ are next to the packages
 SAMPLE_MODEL = "sample"
-CONFIG_NAME = "laserbatch.yaml"  # as `init` writes it
+CONFIG_NAME = "laserbatch.yaml"  # the file that `init` writes
 
 
 def config_here() -> Path | None:
@@ -73,7 +73,7 @@ _PATHS_AS_TEXT = {"decoding": ("model", "adapter")}  # besides the options whose
 
 
 class NightSettings(Strict):
-    """What a night does besides writing texts."""
+    """The parts of a night besides writing texts."""
 
     shard_size: int | None = Field(
         default=None,
@@ -121,7 +121,7 @@ class GateSettings(Strict):
 
 
 class MetricsSettings(Strict):
-    """Where each night, successful or not, writes its metrics for Prometheus."""
+    """The file to which each night, successful or not, writes its metrics for Prometheus."""
 
     textfile: Path | None = Field(
         default=None,
@@ -143,7 +143,7 @@ class Settings(Strict):
         "delta:s3://bucket/prefix, iceberg://CATALOG/NAMESPACE: their features are added to tables of Delta Lake or "
         "Iceberg. null: runs are not copied.",
     )
-    seed: int = 0  # of routing and drafter training
+    seed: int = 0  # seed of routing and drafter training
     tables: TablesSettings = TablesSettings()
     knowledge: KnowledgeSettings = KnowledgeSettings()
     refresh: RefreshSettings = RefreshSettings()

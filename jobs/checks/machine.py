@@ -140,7 +140,7 @@ def check_engine(settings: Settings) -> Iterator[CheckResult]:
 def check_workspace(settings: Settings) -> Iterator[CheckResult]:
     folder = settings.workspace
     if folder.exists() and any(folder.iterdir()):
-        Workspace.open(folder, create=False)  # raises where it holds something else
+        Workspace.open(folder, create=False)  # raises if it holds something else
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free

@@ -57,7 +57,7 @@ OTHER_STYLE = "#101820 on #d9d2ee"  # for drafters that other packages add
 class TriedEntity:
     side: Side
     entity_id: object
-    template: str  # its name in the configuration
+    template: str  # name of the template in the configuration
     prompt: str
     num_prompt_tokens: int
     num_history: int

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 SCRATCH_NAME = "scratch"
 FIT_NAME = "fit.json"
-MAX_SHARE_DRIFTED = 0.05  # of the rows that routers were fitted on, and of the entities that have groups
+MAX_SHARE_DRIFTED = 0.05  # share of the rows that routers were fitted on, and of the entities with groups
 MIN_TEXTS_OF_TASK = 200_000  # with fewer texts, building here takes less time than a task takes to read the tables
 
 

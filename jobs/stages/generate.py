@@ -168,7 +168,7 @@ class GenerationStage:
 
     @property
     def _pool_dirs(self) -> dict[Side, Path]:
-        """By side, the folder of the pool that the side drafts from; a side without a pool is left out."""
+        """The folder of the pool that each side drafts from; a side without a pool is left out."""
         if (version := self.night.manifest.generation.pools.version) is None:
             return {}
         folder = self.night.pools.folder(version)

@@ -253,7 +253,7 @@ def planned_rows(night: Night, side: Side, max_rows: int) -> list[RenderedRow]:
 
 
 def form_tokens(night: Night, side: Side, texts: Mapping[str | int, np.ndarray]) -> dict[str | int, np.ndarray]:
-    """By entity, the mask of a text's tokens that the form of answers forces: bool[num_tokens].
+    """The mask of the tokens of each entity's text that the form of answers forces: bool[num_tokens].
 
     Forced tokens need no step, even if a draft proposed them. Empty if answers have no form.
     """

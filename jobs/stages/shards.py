@@ -29,7 +29,7 @@ from laserbatch.retrieval_pools.ids import IdCodes
 from laserbatch.retrieval_pools.step_cost import StepCost
 
 NUM_NAMED = 5  # ids that a message names
-PLACES = ("fresh", "stale", "quarantined", "waiting", "without text")  # where a run may have an entity's rows
+PLACES = ("fresh", "stale", "quarantined", "waiting", "without text")  # kinds of an entity's rows in a run
 MAX_COUNT = 9  # counts of an entity's records stop here, so that they fit int8
 Finished = dict[str, ShardRecord]  # records of a side's finished shards, by shard name
 

@@ -101,7 +101,7 @@ def _variant(name: str, settings: Settings, run_id: str, adaptor: str | None = N
 
 
 def _of_one_date(runs_of: Mapping[str, Sequence[RunFolder]]) -> dict[str, RunFolder]:
-    """By name, the newest run of the newest date and tables that all names share. Raises WorkspaceError if none do."""
+    """The newest run of each name for the newest date and tables that all names share; WorkspaceError without them."""
     by_place: dict[tuple[str, ...], dict[str, RunFolder]] = {}
     for name, runs in runs_of.items():
         for run in runs:  # the newest last

@@ -44,7 +44,7 @@ OnProgress = Callable[[int, int, float], None]
 
 @dataclass(frozen=True)
 class RecommenderOptions:
-    """A draft model learns from the target's lists of `num_listed` histories, `num_picked` items of each list a step."""
+    """A draft model learns from the target's lists of `num_listed` histories, `num_picked` items of a list per step."""
 
     hidden_size: int = 256
     num_layers: int = 4
