@@ -46,7 +46,7 @@ def auc_influence(labels: np.ndarray, scores: np.ndarray) -> tuple[float, np.nda
 
 
 def pair(labels: np.ndarray, users: np.ndarray, candidate: np.ndarray, reference: np.ndarray) -> PairedAuc:
-    """Pair the scores of one model: (num_seeds, n) each, of the same rows and seeds; `users` int (n,), any numbers."""
+    """Pair two scores (num_seeds, n) of a model for the same rows and seeds; `users` int (n,) may be any numbers."""
     codes = np.unique(users, return_inverse=True)[1]
     differences, influence = [], []
     for of_candidate, of_reference in zip(candidate, reference, strict=True):

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LabelRule:
-    """`rating >= 4`, `clicked`, `event == 'buy'`, `rating is not null`, or `all` (every interaction is a positive)."""
+    """A rule such as `rating >= 4`, `clicked`, `event == 'buy'`, `rating is not null`, or `all` (all are positives)."""
 
     text: str
     column: str | None  # None: every interaction is a positive

@@ -95,7 +95,7 @@ class AlignedAdaptor(LinearAdaptor):
             self.get_buffer(f"of_text_{side}").copy_(torch.linalg.solve(x.T @ x + penalty, x.T @ e))
 
     def network(self) -> nn.Module:
-        """sigma."""
+        """The small network sigma."""
         raise NotImplementedError
 
     def disagreement(

@@ -106,8 +106,8 @@ def parse_date(text: str) -> datetime.date:
 def parse_night(text: str, force: bool = False) -> datetime.date:
     """The date of a run that may be published, from the command line.
 
-    Once a date of the future is published, the nights of all dates before it are not. So ConfigError is raised for a
-    date after tomorrow, unless `force` accepts it. Tomorrow is accepted, since the date may have begun elsewhere.
+    Once a run of a future date is published, nights of earlier dates are not published any more. So ConfigError is
+    raised for a date after tomorrow, unless `force` is set. Tomorrow is valid, since it may have begun elsewhere.
     """
     date, today = parse_date(text), datetime.date.today()
     if not force and date > today + datetime.timedelta(days=1):

@@ -89,7 +89,7 @@ class NightPlanner:
         return open_plan(self.folder, side, partial(self._make_plan, side))
 
     def will_probably_write(self) -> bool:
-        """Whether there is no plan yet, and inputs or settings differ from those of the run before.
+        """Whether a plan is missing, and the night is forced or has no run before with equal inputs and settings.
 
         Workers then start while the plans are made.
         """

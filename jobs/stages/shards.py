@@ -175,7 +175,7 @@ def emit_begin(
 
 
 def _planned(side: Side, pending: Sequence[Shard], finished: Finished, folder: RunFolder) -> dict[str, Any]:
-    """The counts of a side in the event `shards_begin`: shards and rows of all attempts, and those that are done."""
+    """The counts of a side in the event `shards_begin`: shards and rows over all attempts, and how many are done."""
     shards = [shard for shard in pending if shard.side == side]
     done = finished_counts(finished.values(), folder.shards(side))
     num_rows = sum(shard.num_rows for shard in shards)

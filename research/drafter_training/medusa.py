@@ -26,7 +26,7 @@ ADAPTER_NAME = "adapter"
 
 
 class Medusa(Method):
-    """`num_heads` heads: head k predicts token s + k from the state that chose token s."""
+    """Trains `num_heads` heads: head k predicts token s + k from the state that predicted token s."""
 
     def __init__(self, target: Target, num_heads: int) -> None:
         self.module = self.heads = MedusaHeads(target.embed.weight.shape[1], num_heads).to(target.device)
@@ -54,7 +54,7 @@ class Medusa(Method):
 
 
 class Medusa2(Medusa):
-    """The heads and an adapter of the target, trained together. Raises ConfigError if peft is not installed."""
+    """Trains the heads together with an adapter of the target. Raises ConfigError if peft is not installed."""
 
     def __init__(self, target: Target, num_heads: int) -> None:
         super().__init__(target, num_heads)

@@ -50,7 +50,7 @@ class ListRow:
 
     @classmethod
     def of_table(cls, table: pa.Table) -> "list[ListRow]":
-        """The rows of a shard's plan."""
+        """The rows of a shard's planned table."""
         histories, drafts = (
             [np.asarray(row.values, np.int64) for row in table[name].combine_chunks()] for name in ("history", "drafts")
         )

@@ -111,7 +111,7 @@ def listed_drafts(
 def _lists_by_last_item(
     previous: pa.Table, last_items: np.ndarray, catalogue: ItemCodes, items: np.ndarray, lengths: np.ndarray
 ) -> dict[int, np.ndarray]:
-    """For each of `last_items`, the items of earlier lists of users with that last item, the most frequent first."""
+    """By last item, the items of earlier lists of users with this last item, the most frequent first."""
     last = np.repeat(rows_among(previous["last_item"], catalogue.item_ids), lengths)
     is_wanted = np.isin(last, last_items) & (items >= 0)
     keys, counts = np.unique(last[is_wanted] * len(catalogue) + items[is_wanted], return_counts=True)
