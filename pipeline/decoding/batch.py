@@ -1,4 +1,4 @@
-"""What sequences add to a forward, and the batch that they make: one row of tokens."""
+"""The tokens that sequences add to a forward, and the batch of them: one flat array of tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from laserbatch.pipeline.decoding.token_tree import TreeBatch
 
 @dataclass(frozen=True)
 class Feed:
-    """What one sequence adds to a forward.
+    """The tokens that one sequence adds to a forward.
 
-    `chain_ids` int32[m], m >= 1, follow the row's committed tokens; a tree may hang below the last of them.
+    `chain_ids` int32[m], m >= 1, follow the row's committed tokens; a draft tree may follow the last of them.
     """
 
     row: int
@@ -22,11 +22,11 @@ class Feed:
 
 
 class Batch:
-    """The N tokens of B feeds and their `trees`, end to end: of each feed its chain, then the nodes of its tree.
+    """The N tokens of B feeds and their `trees`, end to end: each feed's chain, then the nodes of its tree.
 
-    Of feeds, int64[B]: `rows`, `num_committed` tokens of the row before them, `num_chain` tokens, `sizes` with those of
-    the tree, `offsets` in the batch. Of tokens: `feed_of` int64[N], `is_node` bool[N] (of a tree), `token_ids`
-    int32[N], absolute `positions` int32[N], and `slot_mapping` int64[N], the slots of the cache reserved for them.
+    Per feed, int64[B]: `rows`; `num_committed` and `num_chain`, the row's tokens before and in the chain; `sizes`,
+    tokens of chain and tree; `offsets`, the first token in the batch. Per token [N]: `feed_of` int64, `is_node` bool
+    (in a tree), `token_ids` int32, `positions` int32 in the text, `slot_mapping` int64, the reserved cache slots.
     """
 
     def __init__(self, feeds: Sequence[Feed], trees: TreeBatch, cache: KVCache) -> None:
@@ -50,7 +50,7 @@ class Batch:
         self.positions = (self.num_committed[self.feed_of] + places).astype(np.int32)
 
     def __len__(self) -> int:
-        """Tokens."""
+        """The number of tokens."""
         return len(self.feed_of)
 
     @cached_property
@@ -62,12 +62,12 @@ class Batch:
 
     @cached_property
     def logit_starts(self) -> np.ndarray:
-        """int64[B]: where each feed's tokens start in `logit_indices`."""
+        """int64[B]: the index of each feed's first token in `logit_indices`."""
         counts = self.trees.sizes + 1
         return np.cumsum(counts) - counts
 
     def committed_mask(self, feeds: np.ndarray, nodes: np.ndarray) -> np.ndarray:
-        """bool[N]: the tokens to commit, which are the chains of `feeds` int64[n] and `nodes` int64[m] of all trees."""
+        """bool[N]: the tokens to commit: the chains of `feeds` int64[n], and `nodes` int64[m] of all trees."""
         is_committed = ~self.is_node
         if len(feeds) < len(self.feeds):
             is_committed &= np.isin(self.feed_of, feeds)

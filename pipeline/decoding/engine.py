@@ -1,4 +1,4 @@
-"""The engine writes the texts of a stream of requests, drafted and verified, as many at once as memory allows.
+"""The engine writes the texts of a stream of requests by speculative decoding, many at once as memory allows.
 
 One step has four parts, each for all live sequences: `_schedule` (with drafts), `_execute` (the forward), `_verify`,
 `_update`. On CUDA `submit_step` only queues the forward; `finish_step` waits for the device once, for the verdicts.
@@ -46,11 +46,11 @@ from laserbatch.pipeline.errors import first_line
 
 logger = logging.getLogger(__name__)
 
-# Prompt tokens of one step. A CPU computes them fastest in parts of this size (per token 2 times faster than 2048), and
-# such a part takes about as long as the step's drafts of a batch of 16: what decodes meanwhile goes at half speed.
+# Most prompt tokens of one step. A CPU computes them fastest in chunks of this size (twice as fast as chunks of 2048).
+# A chunk takes as long as verifying the drafts of a batch of 16, so texts that decode meanwhile run at half speed.
 PREFILL_TOKENS = {"cpu": 256, "cuda": 2048}
-MIN_WARM_UP_TOKENS = 32  # of the longest text that is expected; fewer steps do not repay captures before them
-MAX_DRAFT_THREADS = 4  # two were measured (`benchmarks/drafting.py`: two thirds of the time of one), more were not
+MIN_WARM_UP_TOKENS = 32  # captures ahead of the first texts do not pay off if the longest expected text is shorter
+MAX_DRAFT_THREADS = 4  # two threads take two thirds of the time of one (`benchmarks/drafting.py`); more: not measured
 
 
 class Engine:
@@ -58,9 +58,9 @@ class Engine:
 
     Parameters
     ----------
-    num_sharing : engines that share this machine's main memory or, on a GPU, that GPU's.
-    drafter_bytes_per_token : what a token takes in the KV caches of drafters, loaded before; the bound of this cache
-        leaves room for theirs.
+    num_sharing : number of engines that share the machine's main memory or, on a GPU, the GPU's memory.
+    drafter_bytes_per_token : bytes that a token takes in the KV caches of drafters, which are loaded before; the bound
+        of the engine's own cache leaves room for them.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Engine:
         self.concurrency = Concurrency(self.settings.batch_size)
         self.runner = ModelRunner(loaded.model, self.cache, self.device, self.settings.attention)
         self._context_ids = ContextIds(self.settings.batch_size, self.device)
-        self.num_forwards = 0  # of all streams
+        self.num_forwards = 0  # forwards of all streams
         self.costliest_step_s = 0.0  # submitting and finishing, without what the caller does between them
         self._has_drafter_lacked_memory = False
         self._grammars: Grammars | None = None  # made for the first text that has one
@@ -106,7 +106,7 @@ class Engine:
         return cls(load_model(model_dir, settings.dtype, device, settings.adapter), settings, num_sharing)
 
     def end_at(self, token_ids: Iterable[int]) -> None:
-        """Take more tokens for end tokens; those outside the vocabulary are never written."""
+        """Treat more tokens as end tokens; ids outside the vocabulary are ignored, as the model never writes them."""
         self.end_ids = tuple(sorted({*self.end_ids, *(i for i in token_ids if i < self.vocab_size)}))
         self._is_end[list(self.end_ids)] = True
 
@@ -119,16 +119,16 @@ class Engine:
 
     @property
     def num_draft_threads(self) -> int:
-        """Threads that a drafter should take: on a CPU torch's stay busy for a while, and others gain nothing."""
+        """Number of threads for a drafter; 1 on a CPU, where torch's own threads stay busy and more gain nothing."""
         return min(MAX_DRAFT_THREADS, torch.get_num_threads()) if self.device.type == "cuda" else 1
 
     @property
     def token_buckets(self) -> tuple[int, ...]:
-        """The sizes to which steps are padded, ascending; none where they are not."""
+        """The numbers of tokens to which steps are padded, ascending; empty if steps are not padded."""
         return () if self.runner.buffered is None else TOKEN_BUCKETS
 
     def _reserved_bytes(self) -> int:
-        """Memory of a GPU that steps take; of a CPU's the cache leaves half anyway."""
+        """GPU memory that steps take; 0 on a CPU, where the cache leaves half of the free memory anyway."""
         if self.device.type != "cuda":
             return 0
         batch_size = self.settings.batch_size
@@ -149,37 +149,37 @@ class Engine:
 
         Parameters
         ----------
-        requests : pulled lazily, one ahead of the free rows.
+        requests : pulled lazily, at most one ahead of the free rows.
         drafter : None decodes plainly, one token a step.
         verifier : None is the one the settings name.
-        budget : how much of a draft is verified; None is that of the settings.
-        step_budget : what of that each step is given, for rules whose texts do not depend on it; None: all.
+        budget : limits on the part of a draft that is verified; None: the settings' budget.
+        step_budget : chooses the part that each step verifies, for rules whose texts do not depend on it; None: all.
 
         Raises
         ------
-        DeviceLost : a CUDA error after which this process can compute nothing more; no text is failed for it.
+        DeviceLost : a CUDA error after which this process can compute nothing more; no text is reported as failed.
         """
         verifier = verifier or verifier_from(self.settings)
         budget = budget or Budget.of(self.settings)
         stream = self.open_stream(requests, drafter or NoDrafter(), verifier, budget, step_budget=step_budget)
         scheduler = stream.scheduler
-        ended: deque[tuple[DecodingSequence, str | GenerationFailure]] = deque()  # their results are not yielded yet
+        ended: deque[tuple[DecodingSequence, str | GenerationFailure]] = deque()  # results not yielded yet
         is_warm = self.device.type != "cuda"
         try:
             while True:
-                if not scheduler.live:  # no step to yield them behind
+                if not scheduler.live:  # no forward to overlap with
                     yield from self._results(ended)
                 yield from scheduler.admit()
                 if not scheduler.live:
                     return
-                # The first step makes the cache's memory. A stream that never fills the batch is not worth it.
+                # The first step allocates the cache. A stream that never fills the batch is not worth a warm-up.
                 if not is_warm and self.cache.layers and len(scheduler.live) == self.concurrency.current:
                     self._warm_up(stream)
                     is_warm = True
                 step = self.submit_step(stream)
                 yield from self._results(ended)
                 ended += self.finish_step(step, stream)
-        except Exception as error:  # of a drafter, say
+        except Exception as error:  # raised by a drafter, for example
             recovery.require_device(error)
             raise
         finally:
@@ -201,7 +201,7 @@ class Engine:
         return Stream(scheduler, drafter, verifier, budget, step_budget)
 
     def _warm_up(self, stream: Stream) -> None:
-        """Capture the steps of a full batch, over a cache that has room for what its texts may become."""
+        """Grow the cache to the expected length of a full batch's texts, and capture CUDA graphs of its steps."""
         live = stream.scheduler.live
         expected = [self.concurrency.expected_output(sequence) for sequence in live]
         if self.runner.buffered is None or max(expected) < MIN_WARM_UP_TOKENS:
@@ -209,11 +209,11 @@ class Engine:
         max_draft_tokens = 0 if isinstance(stream.drafter, NoDrafter) else stream.budget.max_draft_tokens
         ends = [sequence.num_prompt + new + max_draft_tokens for sequence, new in zip(live, expected, strict=True)]
         longest = max(len(sequence.context) for sequence in live)
-        self.num_forwards += 1  # another stream's step, if one is under way, is overtaken
+        self.num_forwards += 1  # a step that another stream has under way is run again
         try:
             self.cache.grow_to(sum(ends) + self.max_prefill_tokens)
             self.runner.buffered.warm_up(len(live), max_draft_tokens, longest, max(longest, *ends))
-        except Exception as error:  # whatever it meets, the same steps are captured as they come
+        except Exception as error:  # whatever the error, each graph is captured when it is first needed
             recovery.require_device(error)
             logger.warning("no steps were captured before the first text: %s", error)
             torch.cuda.empty_cache()
@@ -253,12 +253,12 @@ class Engine:
             if step.number < self.num_forwards:  # the caller let another stream take a step meanwhile
                 self._execute(step)
             accepted = self._verify(step, stream.verifier)
-        except Exception as error:  # `recover` says which texts it is the failure of
+        except Exception as error:  # `recover` decides which texts fail
             return recovery.recover(self, step, stream, error)
         return self._update(step, accepted, stream)
 
     def _schedule(self, stream: Stream) -> Step:
-        """The tokens that each live sequence adds to the step, and drafts for those that write a token in it."""
+        """The next step: the tokens that each live sequence feeds, and drafts for those that write a token in it."""
         if any(sequence.guide is None and sequence.request.grammar is not None for sequence in stream.scheduler.live):
             guided.begin(stream.scheduler.live, self.grammars)
         sequences, feeds, writing = stream.scheduler.schedule()
@@ -269,17 +269,17 @@ class Engine:
         return Step(sequences, feeds, trees.scatter(writing, len(sequences)))
 
     def _trees(self, sequences: list[DecodingSequence], drafter: Drafter, budget: Budget) -> TreeBatch:
-        """The drafter's trees, cut to the budget: draft tokens, room left, estimated acceptance."""
+        """The drafter's trees, cut to the budget's limits and to the room that each text has left."""
         if budget.max_draft_tokens == 0:
             return TreeBatch.empty(len(sequences))
         places = [place for place, sequence in enumerate(sequences) if sequence.num_left > 1]
         if not places:
             return TreeBatch.empty(len(sequences))
         drafting = [sequences[place] for place in places]
-        max_depths = [sequence.num_left - 1 for sequence in drafting]  # the step's last token is the target's own
+        max_depths = [sequence.num_left - 1 for sequence in drafting]  # a step's last token is the target's choice
         try:
             drafted = drafter.draft_all(drafting, max_depths)
-        except Exception as error:  # a drafter may run forwards, with a cache of its own
+        except Exception as error:  # a drafter may run forwards with its own KV cache
             if not is_out_of_memory(error):
                 raise
             if not self._has_drafter_lacked_memory:
@@ -304,7 +304,7 @@ class Engine:
         step.output = self.runner.forward(step.feeds, step.trees)
 
     def _verify(self, step: Step, verifier: Verifier) -> list[Acceptance | None]:
-        """Accept drafts. Neither this nor `_execute` changes any state, so that both can be repeated."""
+        """Accept drafts. Neither this nor `_execute` changes texts or commits tokens, so that both can be repeated."""
         assert step.output is not None
         rows: StepLogits = step.output.rows
         penalty = self.loaded.repetition_penalty
@@ -341,7 +341,7 @@ class Engine:
     def result(
         self, sequence: DecodingSequence, outcome: str | GenerationFailure
     ) -> GenerationResult | GenerationFailure:
-        """What `generate` yields for a sequence that ended so."""
+        """The result of a sequence that ended with this finish reason or failure, for `generate` to yield."""
         if isinstance(outcome, GenerationFailure):
             return outcome
         text = ""

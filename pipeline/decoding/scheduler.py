@@ -1,8 +1,8 @@
-"""Which sequences are live and which wait, and what the live ones feed to a step.
+"""The scheduler decides which sequences are live and which wait, and what the live ones feed to a step.
 
-A request is admitted when its prompt and the rest it is expected to write fit beside what is expected of the live
-ones. Where memory runs out all the same, the youngest sequences give their slots back and wait again with what they
-have written; their text goes on as it would have. Prompts are prefilled in parts, so that other texts go on growing.
+A request is admitted when its prompt and expected output fit into the cache together with the expected lengths of the
+live sequences. If memory runs out all the same, the youngest sequences give their slots back and wait with the output
+that they have; their texts do not change. Prompts are prefilled in chunks, so that other texts keep growing.
 """
 
 import logging
@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What a request must keep to: the model's context and vocabulary, and the room that a draft takes.
+    """The limits of a request: the model's context and vocabulary, and the room that a draft takes.
 
-    `shares_prefixes` : what prompts begin with alike is computed once.
+    `shares_prefixes` : a prefix that several prompts have in common is computed once.
     """
 
     max_context: int
@@ -34,9 +34,9 @@ class RequestLimits:
 
 
 class Concurrency:
-    """How many sequences may be live, and the expected length of their texts, learned from finished ones.
+    """The number of sequences that may be live, and the expected length of a text, learned from finished texts.
 
-    `current` sinks when memory runs out and rises by one once that many sequences have finished since.
+    `current` falls when memory runs out, and rises by one once `current` more sequences have finished.
     """
 
     def __init__(self, max_sequences: int) -> None:
@@ -48,7 +48,7 @@ class Concurrency:
         self._num_texts = self._num_tokens = 0
 
     def lower(self, num_live: int) -> None:
-        """Memory ran out; `num_live` sequences stay."""
+        """Allow no more than the `num_live` sequences that stay live after memory ran out."""
         if self.current == self.max_sequences:
             logger.warning(
                 "the KV cache's memory does not hold %d texts at once; going on with %d (lower batch_size or, where "
@@ -60,7 +60,7 @@ class Concurrency:
         self._num_finished = 0
 
     def record_finished(self, num_output: int) -> None:
-        """A text of so many tokens was finished."""
+        """Count a finished text of `num_output` tokens."""
         self._num_texts += 1
         self._num_tokens += num_output
         self._num_finished += 1
@@ -69,7 +69,7 @@ class Concurrency:
             self._num_finished = 0
 
     def expected_output(self, sequence: DecodingSequence) -> int:
-        """Tokens that a text will probably have: as the entity's previous one, else as the mean of this engine's."""
+        """The expected length of a text: that of the entity's previous text, otherwise the mean of finished texts."""
         expected = sequence.max_new_tokens
         if sequence.previous_ids is not None and len(sequence.previous_ids):
             expected = len(sequence.previous_ids)
@@ -79,7 +79,7 @@ class Concurrency:
 
 
 class Scheduler:
-    """The `live` sequences of one stream of requests, in the order of rows as steps are packed, and those that wait."""
+    """The `live` sequences of one stream of requests, ordered by row as in a step, and the waiting ones."""
 
     def __init__(
         self,
@@ -92,14 +92,14 @@ class Scheduler:
         self.live: list[DecodingSequence] = []
         self._requests = enumerate(requests)
         self._waiting: list[DecodingSequence] = []  # preempted ones, the oldest first, then the one pulled last
-        self._within_prompts: PrefixIndex[DecodingSequence] = PrefixIndex()  # live ones that may be, by row
+        self._within_prompts: PrefixIndex[DecodingSequence] = PrefixIndex()  # live, prompt maybe incomplete
         self._cache = cache
         self._concurrency = concurrency
         self._limits = limits
         self._max_prefill_tokens = max_prefill_tokens
 
     def admit(self) -> Iterator[GenerationFailure]:
-        """Give rows to waiting sequences, preempted ones first, while there is room; yields those that cannot be done.
+        """Give rows to waiting sequences, preempted ones first, while there is room; yield those that can never fit.
 
         Raises RuntimeError: another stream of the same engine holds all rows.
         """
@@ -123,10 +123,10 @@ class Scheduler:
             yield GenerationFailure(waiting.request.request_id, reason)
 
     def schedule(self) -> tuple[list[DecodingSequence], list[Feed], list[int]]:
-        """The sequences of the next step, what each feeds, and the places of those that write a token in it.
+        """The sequences of the next step, their feeds, and the indices of those that write a token in it.
 
-        Prompts share the step's room for them, the oldest first; one that gets no room waits. The few tokens that a
-        grammar forced behind a prompt need no room.
+        Prompts share the room of `max_prefill_tokens`, the oldest first; a prompt that gets no room waits. The few
+        tokens that a grammar forced after a prompt need no room.
         """
         live = self.live
         num_cached = self._cache.lengths[[sequence.row for sequence in live]].tolist()
@@ -138,7 +138,7 @@ class Scheduler:
             for sequence, cached, chain in zip(live, num_cached, chains, strict=True)
         ]
         for i in sorted(np.flatnonzero(is_long).tolist(), key=lambda i: live[i].order):
-            # A prompt, or a preempted text: as much of it as there is room for.
+            # A prompt or a preempted text is fed as far as there is room.
             is_whole[i] = len(chains[i]) <= room
             chains[i] = chains[i][:room]
             room -= len(chains[i])
@@ -147,7 +147,7 @@ class Scheduler:
         return [live[i] for i in members], feeds, [place for place, i in enumerate(members) if is_whole[i]]
 
     def preempt(self, num_sequences: int) -> list[DecodingSequence]:
-        """Take rows from the youngest sequences; they wait again, with their output so far."""
+        """Take the rows of the youngest sequences, which go back to waiting with their output so far."""
         youngest = sorted(self.live, key=lambda sequence: sequence.order)[-num_sequences:]
         for sequence in youngest:
             self._leave(sequence)
@@ -156,7 +156,7 @@ class Scheduler:
         return youngest
 
     def max_tokens_of_a_text(self) -> int:
-        """Slots that the longest of the texts under way may come to need, draft included."""
+        """The most slots that any live or waiting sequence may come to need, draft included."""
         return max(map(self._most_tokens, (*self.live, *self._waiting)), default=0)
 
     def finish(self, sequence: DecodingSequence) -> None:
@@ -204,7 +204,7 @@ class Scheduler:
         return True
 
     def _peer_computes_prefix(self, sequence: DecodingSequence) -> bool:
-        """Whether a live sequence is computing a prefix that would otherwise be computed twice; worth a step."""
+        """Whether a live sequence is computing a prefix of this one, which is worth waiting a step for."""
         if not self._limits.shares_prefixes:
             return False
         token_ids = sequence.context[:-1]
@@ -212,7 +212,7 @@ class Scheduler:
         return gain >= 0 and gain >= self._cache.longest_prefix(token_ids)[0]
 
     def _why_refused(self, sequence: DecodingSequence) -> str | None:
-        """Why a sequence can never be done; None: it can."""
+        """The reason why a sequence can never be written; None if it can."""
         request, limits = sequence.request, self._limits
         prompt = np.asarray(request.prompt_ids)
         if len(prompt) == 0:

@@ -1,4 +1,4 @@
-"""A text: what is asked for, what is written of it so far, and what comes of it."""
+"""The request for a text, the sequence while it is written, and its result."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ from laserbatch.retrieval_pools.sources import NUM_SOURCES, SOURCE_FORM, SOURCE_
 if TYPE_CHECKING:
     from laserbatch.pipeline.decoding.grammar import Guide
 
-MAX_FORCED = 64  # tokens at most that a grammar appends between two steps
+MAX_FORCED = 64  # most tokens that a grammar appends between two steps
 _NOTHING = np.empty(0, np.uint8)
 
 
@@ -20,14 +20,14 @@ class GenerationRequest:
 
     Parameters
     ----------
-    request_id : comes back with the result.
+    request_id : returned with the result.
     prompt_ids : int32[n], n >= 1.
     previous_ids : int32[m], this entity's earlier text, to draft from; or None.
     group : name of the pool group to prefer, or None.
     max_new_tokens : limit of this text's tokens.
-    seed : int64, of its random numbers where texts are sampled.
-    grammar : which texts are allowed, in llguidance's variant of Lark; None: any.
-    messages : role and content of each message of the prompt, for servers that take no tokens.
+    seed : int64, seeds the random numbers of a sampled text.
+    grammar : the grammar of allowed texts, in llguidance's variant of Lark; None: any text.
+    messages : the role and content of each message of the prompt, for servers that take no tokens.
     """
 
     request_id: str
@@ -44,17 +44,16 @@ class GenerationRequest:
 class GenerationResult:
     """A finished text.
 
-    `token_ids` int32[k] without the end token; `text`, what they decode to (empty where the engine has no tokenizer);
-    `sources` uint8[k], a code of `retrieval_pools.sources` a token; `finish_reason` "end_of_text" or "length". Of
-    `num_drafted` draft tokens `num_accepted` became part of the text, by source int64[NUM_SOURCES]. Tokens per step is
-    `(num_accepted + num_steps) / num_steps`, the bonus token of each counted; a server's `num_steps` is 0. `end_id` is
-    the end token, None at the limit and where a server does not say it. Of the prompt's `num_prompt` tokens
-    `num_prompt_reused` were in the KV cache already.
+    `token_ids` int32[k] has no end token; `text` is its decoded form (empty if the engine has no tokenizer); `sources`
+    uint8[k] has a code of `retrieval_pools.sources` per token; `finish_reason` is "end_of_text" or "length".
+    `num_accepted` of `num_drafted` draft tokens became part of the text; the arrays int64[NUM_SOURCES] count both by
+    source. Tokens per step is `(num_accepted + num_steps) / num_steps`, with the bonus token of each step; a server's
+    text has `num_steps` 0. `end_id` is the end token, None at the limit or if a server does not report it.
+    `num_prompt_reused` of the prompt's `num_prompt` tokens were already in the KV cache.
 
-    Where `engines.answers` cuts a text at a role mark, `finish_reason` is "role_mark"; `role_mark` is the mark, and
-    `num_invented` counts the tokens that came after it. `num_thought_tokens` were cut as thoughts; `uncut` are then the
-    tokens and their sources with the thoughts. Where thoughts do not end, `finish_reason` is "unclosed_thoughts" and
-    nothing is cut.
+    If `engines.answers` cuts a text at a role mark, `finish_reason` is "role_mark", `role_mark` is the mark, and
+    `num_invented` counts the tokens after it. If it cuts `num_thought_tokens` as thoughts, `uncut` holds the tokens and
+    their sources with the thoughts. If thoughts do not end, `finish_reason` is "unclosed_thoughts" and nothing is cut.
     """
 
     request_id: str
@@ -77,13 +76,13 @@ class GenerationResult:
 
     @property
     def written(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens int32[n] and their sources uint8[n], thoughts included: what later texts are drafted from."""
+        """Tokens int32[n] and sources uint8[n] with the thoughts; later texts are drafted from these."""
         return self.uncut or (self.token_ids, self.sources)
 
 
 @dataclass(frozen=True)
 class GenerationFailure:
-    """A request that could not be done; `reason` begins with a stable word ("too-long", "bad-token", ...)."""
+    """A request that yielded no text; `reason` begins with a stable word ("too-long", "bad-token", ...)."""
 
     request_id: str
     reason: str
@@ -97,12 +96,12 @@ class DecodingSequence:
         self.previous_ids, self.group = request.previous_ids, request.group
         self.num_prompt = len(request.prompt_ids)
         self.max_new_tokens = max_new_tokens
-        self.row = -1  # of the KV cache, once it has one
-        self.order = -1  # in which it was asked for
+        self.row = -1  # its row of the KV cache, once it is live
+        self.order = -1  # its place in the order of requests
         self.end_id: int | None = None  # the token that ended it
-        self.guide: Guide | None = None  # of its grammar, once it is live
+        self.guide: Guide | None = None  # the state of its grammar, once it is live
         self.num_steps = self.num_drafted = self.num_accepted = 0
-        self.num_prompt_reused = 0  # tokens that were in the KV cache as it got a row
+        self.num_prompt_reused = 0  # prompt tokens that were in the KV cache when it got a row
         self._drafted = [_NOTHING]  # the sources of each draft's tokens
         self._tokens = np.empty(self.num_prompt + max_new_tokens, np.int32)
         self._tokens[: self.num_prompt] = request.prompt_ids
@@ -143,9 +142,9 @@ class DecodingSequence:
     def append(
         self, token_ids: np.ndarray, sources: np.ndarray, next_token: int | None, drafted: np.ndarray = _NOTHING
     ) -> None:
-        """Commit a step: an accepted path's tokens and their sources, [n] both, and unless None the target's own.
+        """Commit a step: the tokens and sources [n] of the accepted path, and `next_token` unless it is None.
 
-        `drafted` uint8[num_drafted] : the sources of all that was drafted.
+        `drafted` uint8[num_drafted] : the sources of all drafted tokens.
         """
         if len(drafted):
             self._drafted.append(drafted)
@@ -163,7 +162,7 @@ class DecodingSequence:
         self.num_steps += 1
 
     def append_forced(self, token_ids: list[int]) -> None:
-        """Append tokens that its grammar forces, without a step; they count as drafts that were accepted."""
+        """Append tokens that the grammar forces, without a step; they count as accepted draft tokens."""
         if token_ids:
             sources = np.full(len(token_ids), SOURCE_FORM, np.uint8)
             self.append(np.array(token_ids, np.int32), sources, None, sources)

@@ -12,7 +12,7 @@ from laserbatch.pipeline.decoding.plugins import RULES, TEXT_SOURCES, drafter_pl
 from laserbatch.pipeline.plugins import validated_options
 from laserbatch.pipeline.validation import Strict
 
-# Arguments of vllm.LLM that options decide, or that would run or load what nobody has looked at.
+# Arguments of vllm.LLM that other options set, or that would load or run code or files that nobody has reviewed.
 OURS_IN_VLLM = {
     "model", "tokenizer", "dtype", "max_num_seqs", "speculative_config", "generation_config", "load_format", "seed",
     "trust_remote_code", "disable_log_stats", "hf_overrides", "worker_cls", "model_impl",
@@ -44,12 +44,12 @@ class DecodingSettings(Strict):
     adapter: str | None = Field(
         default=None,
         description="The LoRA adapter in this folder (PEFT, safetensors) is merged into the model; this needs the "
-        "extra `lora`. With engine vllm, vLLM applies it beside the model. null: no adapter.",
+        "extra `lora`. With engine vllm, vLLM applies it unmerged. null: no adapter.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
         description="The model computes in this type. auto: the type of the weights; on a CPU bfloat16 if they are "
-        "stored in 16 bits and the processor multiplies bfloat16, else float32.",
+        "stored in 16 bits and the processor multiplies bfloat16, otherwise float32.",
     )
     batch_size: int = Field(
         default=16, ge=1, description="One worker writes this many texts at once. Use 64 to 256 on a GPU."
@@ -127,7 +127,7 @@ class DecodingSettings(Strict):
         "null: the first run measures it and keeps it in the workspace.",
     )
     # "triton": one kernel over ragged sequences, in CUDA graphs; "torch": padded masks; "auto": triton on CUDA if it is
-    # installed, else torch. A kernel that fails or differs in its first runs is given up with a warning.
+    # installed, otherwise torch. If the kernel fails or differs in its first runs, torch replaces it with a warning.
     attention: Literal["auto", "torch", "triton"] = "auto"
     max_cache_tokens: int | None = Field(
         default=None,
@@ -191,36 +191,36 @@ class DecodingSettings(Strict):
         return "decoding.model" if self.endpoint is None else "decoding.endpoint.model"
 
     def provenance(self) -> dict[str, Any]:
-        """What decides a text: part of its fingerprint and of its record.
+        """The options on which a text depends, for its fingerprint and its record.
 
-        Engine, batch size, threads and the draft budget are left out: they change how fast a text comes, not which may.
+        Engine, batch size, threads and draft budget are left out: they change the speed, not which texts may result.
         """
         names = {"verifier", "top_k", "min_probability", "max_new_tokens", "dtype"}
-        if self.temperature:  # of texts that are not sampled fingerprints stay as they were
+        if self.temperature:  # left out at 0, so that older fingerprints of unsampled texts stay valid
             names |= {"temperature"}
         endpoint = {} if self.endpoint is None else self.endpoint.provenance()
         return self.model_dump(mode="json", include=names) | endpoint
 
     @property
     def chat_options(self) -> dict[str, Any]:
-        """What chat templates are asked, whose own switch is one of these; the others are ignored."""
+        """Variables for chat templates: a template reads the one that is its switch and ignores the other."""
         return dict.fromkeys(("enable_thinking", "thinking"), self.thinking == "cut")
 
     @property
     def gpus_a_worker(self) -> int:
-        """That an engine's model is spread over; 0: a server elsewhere has the model."""
+        """The number of GPUs that one worker's model is spread over; 0 if a server elsewhere has the model."""
         if self.engine == "endpoint":
             return 0
         return int(self.vllm.get("tensor_parallel_size", 1)) * int(self.vllm.get("pipeline_parallel_size", 1))
 
     @property
     def plugin_drafters(self) -> tuple[str, ...]:
-        """Those that packages bring, in their order."""
+        """The drafters that other packages provide, in the order of `drafters`."""
         return tuple(name for name in self.drafters if name not in TEXT_SOURCES)
 
     @property
     def text_sources(self) -> tuple[str, ...]:
-        """The drafters that are built in; what they gain with a pool its replays say."""
+        """The built-in drafters among `drafters`; replays of a pool tell their gain."""
         return tuple(name for name in self.drafters if name in TEXT_SOURCES)
 
     @property
@@ -229,7 +229,7 @@ class DecodingSettings(Strict):
         return self.verifier not in RULES and verifier_plugin(self.verifier).samples
 
     def options_of(self, drafter: str) -> Any:
-        """The section of a drafter that a package brings."""
+        """The options of a drafter that another package provides."""
         return self.drafter_options.get(drafter) or drafter_plugin(drafter).Options()
 
     @field_validator("verifier")
@@ -276,15 +276,15 @@ class DecodingSettings(Strict):
 
 @dataclass(frozen=True)
 class Budget:
-    """How much of a draft is verified: the largest tree, and the least estimated acceptance of a token's path."""
+    """Limits of the drafts that are verified: the largest tree, and the least estimated acceptance of a node's path."""
 
     max_draft_tokens: int = 16
     min_acceptance: float = 0.07
-    is_by_step: bool = False  # each step is given what pays at its own number of texts (`StepBudget`)
+    is_by_step: bool = False  # each step verifies what pays at its number of sequences (`StepBudget`)
 
     @classmethod
     def of(cls, settings: DecodingSettings) -> "Budget":
-        """The settings' own numbers; where they leave the choice, those of the class, in vLLM of a chain: nothing is
+        """The numbers of the settings; where these are None, fixed defaults (for vLLM those of a chain): nothing is
         measured here."""
         usual = cls(8, 0.05) if settings.engine == "vllm" else cls()
         return usual.with_overrides(settings.max_draft_tokens, settings.min_acceptance)

@@ -23,20 +23,20 @@ _NO_NODES, _NOTHING = np.empty(0, np.int64), ()
 
 @dataclass(frozen=True)
 class Stream:
-    """One call of `Engine.generate`: who is live, and how they draft and verify."""
+    """One call of `Engine.generate`: its sequences, and how they are drafted and verified."""
 
     scheduler: Scheduler
     drafter: Drafter
     verifier: Verifier
     budget: Budget
-    step_budget: StepBudget | None = None  # what of it each step is given; None: all
+    step_budget: StepBudget | None = None  # chooses the part of it that each step verifies; None: all
 
 
 @dataclass
 class Step:
-    """The tokens that sequences add to a forward; after it its output, or its error.
+    """The tokens that sequences add to a forward, and afterwards its output or its error.
 
-    `number` : of the forward, among all of the engine; `submit_s` : seconds that the host took to submit it.
+    `number` : the forward's number in the engine; `submit_s` : seconds that the host took to submit it.
     """
 
     sequences: list[DecodingSequence]
@@ -68,11 +68,11 @@ def commit(
         is_committed = batch.committed_mask(finite, nodes)
         counts = np.add.reduceat(is_committed, batch.offsets, dtype=np.int64)[finite]
         cache.commit(batch.rows[finite], counts, batch.slot_mapping[is_committed])
-    # Lists of Python's numbers: a step of many sequences spends its time on the host in this loop.
+    # Lists of Python numbers, because a step of many sequences spends most of its host time in this loop.
     numbers, next_tokens = finite.tolist(), [accepted[i].next_token for i in finite.tolist()]
     per_sequence = zip(
         numbers,
-        pairwise(accumulate(lengths, initial=0)),  # of each path, its part of the tokens
+        pairwise(accumulate(lengths, initial=0)),  # each path's part of the tokens
         next_tokens,
         is_end[next_tokens].tolist(),
         batch.num_committed[finite].tolist(),
@@ -83,9 +83,9 @@ def commit(
     )
     for i, (start, end), next_token, at_end, num_before, num_cached, first_node, num_nodes in per_sequence:
         sequence = step.sequences[i]
-        if num_before < sequence.num_prompt:  # it was within its prompt
+        if num_before < sequence.num_prompt:  # the step computed a part of its prompt
             cache.remember_prefix(sequence.row, sequence.prompt_ids[:num_cached])
-        if num_cached < sequence.length:  # it waits for the rest of a long prompt
+        if num_cached < sequence.length:  # the rest of a long prompt is not computed yet
             continue
         new_token = None if at_end else next_token
         if num_nodes:
@@ -100,7 +100,7 @@ def commit(
 
 
 def observation_of(step: Step, accepted: list[Acceptance | None]) -> Observation:
-    """What drafters observe of a committed step."""
+    """The part of a committed step that drafters observe."""
     assert step.output is not None
     batch = step.output.batch
     finite, nodes, _ = _accepted_nodes(step, accepted)
@@ -118,7 +118,7 @@ def observation_of(step: Step, accepted: list[Acceptance | None]) -> Observation
 
 
 def _accepted_nodes(step: Step, accepted: list[Acceptance | None]) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """The sequences whose logits are finite, the accepted nodes among those of all trees, and how many of each."""
+    """The sequences with finite logits, their accepted nodes (indices over all trees), and the number of each."""
     finite = np.array([i for i, acceptance in enumerate(accepted) if acceptance is not None], np.int64)
     paths = [accepted[i].nodes for i in finite.tolist()]
     lengths = [len(path) for path in paths]

@@ -1,9 +1,9 @@
-"""Under greedy verification: how much of a step's drafts is verified, chosen at every step for most tokens a second.
+"""Chooses the draft nodes that each step verifies, under greedy verification, for the most tokens per second.
 
-Texts then do not depend on what is drafted, so the choice may depend on how many of them are live: alone a text gets a
-large tree, beside others a small one. All nodes of a step are ranked together by estimated acceptance, and as many are
-admitted as give the most tokens for their time, by the measured cost of steps. How far estimates hold is learned from
-the stream itself, for each source.
+Texts then do not depend on the drafts, so the choice may depend on the number of live sequences: a lone sequence gets a
+large tree, one of many a small tree. All nodes of a step are ranked together by estimated acceptance. The number that
+gives the most tokens per second, by the measured cost of steps, is admitted. The accuracy of the estimates is learned
+from the stream itself, for each source.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.retrieval_pools.sources import NUM_SOURCES
 from laserbatch.retrieval_pools.step_cost import StepCost
 
-PRIOR_TOKENS = 16.0  # expected acceptances that weigh as much as the belief that a source's estimates are right
-MEMORY = 0.99  # of what was seen of a source, from one step to the next: what was given up is tried again
-MAX_TRUST = 2.0  # estimates are never taken for more times too low
+PRIOR_TOKENS = 16.0  # weight of the prior that a source's estimates are right, in expected accepted tokens
+MEMORY = 0.99  # decay of the counts per step, so that a source that was given up is tried again
+MAX_TRUST = 2.0  # estimates are raised by this factor at most
 
 
 class StepBudget:
@@ -27,18 +27,18 @@ class StepBudget:
 
     @property
     def trust(self) -> np.ndarray:
-        """Accepted tokens of each source over those expected: float64[NUM_SOURCES]."""
+        """Ratio of accepted to expected tokens of each source, drawn towards 1: float64[NUM_SOURCES]."""
         return np.minimum((self._accepted + PRIOR_TOKENS) / (self._expected + PRIOR_TOKENS), MAX_TRUST)
 
     def admit(self, trees: TreeBatch, num_sequences: int, num_context_tokens: float) -> TreeBatch:
-        """The part of a step's trees that is worth its time, beside so many sequences that write a token each.
+        """The part of a step's trees that is worth its time; `num_sequences` sequences write a token each anyway.
 
-        `num_context_tokens` are the mean tokens of a sequence and its prompt.
+        `num_context_tokens` is the mean length of these sequences, prompts included.
         """
         if len(trees) == 0:
             return trees
         probability = np.exp(trees.log_acceptance.astype(np.float64)) * self.trust[trees.source]
-        # A node is worth no more than those above it, so that parents rank first. `fmin` knows no bound above a root.
+        # A node's value is at most its ancestors', so that parents rank first. `fmin` ignores the NaN above roots.
         probability = trees.scan_from_root(np.fmin, np.minimum(probability, 1.0))
         order = np.argsort(-probability, kind="stable")
         num_written = num_sequences + np.concatenate(([0.0], np.cumsum(probability[order])))
@@ -48,7 +48,7 @@ class StepBudget:
         return trees.select(keep)
 
     def observe(self, trees: TreeBatch, accepted: Sequence[Acceptance | None]) -> None:
-        """Learn from a verified step how far estimates hold."""
+        """Learn from a verified step how accurate the estimates are."""
         self._expected *= MEMORY
         self._accepted *= MEMORY
         if len(trees):

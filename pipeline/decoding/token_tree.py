@@ -30,10 +30,10 @@ EMPTY_TREE = TokenTree(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0,
 
 @dataclass(frozen=True)
 class Proposals:
-    """From which distributions nodes were drawn, where they were: m draws, those after one node in their order.
+    """The distributions from which sampled nodes were drawn: m draws; draws after the same node are in their order.
 
-    `nodes` int64[m], of all trees' the node that a draw gave, maybe one that was drawn before; `rows` int64[m], the
-    draw's row of `log_q` float32 (num_rows, vocab_size) on the drafter's device.
+    `nodes` int64[m], the node that each draw gave, an index over all trees; two draws may give the same node. `rows`
+    int64[m], each draw's row of `log_q` float32 (num_rows, vocab_size) on the drafter's device.
     """
 
     nodes: np.ndarray
@@ -41,7 +41,7 @@ class Proposals:
     log_q: torch.Tensor
 
     def select(self, keep: np.ndarray) -> "Proposals":
-        """The draws of those nodes that stay, bool[n]."""
+        """The draws of the nodes where `keep`, bool[n]."""
         stays = keep[self.nodes]
         return Proposals((np.cumsum(keep) - 1)[self.nodes[stays]], self.rows[stays], self.log_q)
 
@@ -49,9 +49,9 @@ class Proposals:
 class TreeBatch:
     """Arrays over the n nodes of several trees, one tree after another.
 
-    `sizes` and `starts` int64[num_trees]: a tree's nodes, and the first of them here. Of nodes, as the trees have them:
-    `token_ids` and `parents` int32[n], `log_acceptance` float32[n], `source` uint8[n]. `proposals` None: they were
-    chosen, not drawn.
+    `sizes` and `starts` int64[num_trees]: each tree's number of nodes, and the index of its first. Per node, as in
+    `TokenTree`: `token_ids` and `parents` int32[n], `log_acceptance` float32[n], `source` uint8[n]. `proposals` is None
+    if the nodes were not sampled.
     """
 
     def __init__(self, sizes, token_ids, parents, log_acceptance, source, proposals: Proposals | None = None) -> None:
@@ -62,7 +62,7 @@ class TreeBatch:
 
     @classmethod
     def of(cls, trees: Sequence[TokenTree]) -> "TreeBatch":
-        """Trees in their order. Raises ValueError: a tree's arrays differ in length. A drafter's own mistake."""
+        """The batch of some trees. Raises ValueError: a tree's arrays differ in length, a mistake of its drafter."""
         for tree in trees:
             if not len(tree.token_ids) == len(tree.parents) == len(tree.log_acceptance) == len(tree.source):
                 raise ValueError(
@@ -84,7 +84,7 @@ class TreeBatch:
         return cls(np.zeros(num_trees, np.int64), *vars(EMPTY_TREE).values())
 
     def __len__(self) -> int:
-        """Nodes of all trees."""
+        """The number of nodes of all trees."""
         return len(self.token_ids)
 
     @property
@@ -92,7 +92,7 @@ class TreeBatch:
         return len(self.sizes)
 
     def __getitem__(self, number: int) -> TokenTree:
-        """One tree, a view."""
+        """A view of one tree."""
         start = int(self.starts[number])
         nodes = slice(start, start + int(self.sizes[number]))
         return TokenTree(self.token_ids[nodes], self.parents[nodes], self.log_acceptance[nodes], self.source[nodes])
@@ -101,7 +101,7 @@ class TreeBatch:
         return map(self.__getitem__, range(self.num_trees))
 
     def scatter(self, places: Sequence[int], num_trees: int) -> "TreeBatch":
-        """So many trees, of which those at some rising places are these; the others have no nodes."""
+        """A batch of `num_trees` trees: these at the ascending `places`, and trees without nodes elsewhere."""
         if len(places) == num_trees:
             return self
         sizes = np.zeros(num_trees, np.int64)
@@ -109,10 +109,10 @@ class TreeBatch:
         return TreeBatch(sizes, self.token_ids, self.parents, self.log_acceptance, self.source, self.proposals)
 
     def select(self, keep: np.ndarray) -> "TreeBatch":
-        """The same trees with some of their nodes, bool[n], among which are those above each of them."""
+        """The same trees with the nodes where `keep`, bool[n], which must be true for the ancestors of kept nodes."""
         if keep.all():
             return self
-        number = np.cumsum(keep) - 1  # of a kept node among those of all trees, then of its own
+        number = np.cumsum(keep) - 1  # a kept node's index over all trees, then in its own
         sizes = np.bincount(self.tree_of[keep], minlength=self.num_trees)
         number -= (np.cumsum(sizes) - sizes)[self.tree_of]
         above = number[np.maximum(self.starts[self.tree_of] + self.parents, 0)]
@@ -143,16 +143,16 @@ class TreeBatch:
         return self.scan_from_root(np.bitwise_or, own_bits).view(np.int64)
 
     def scan_from_root(self, join: np.ufunc, values: np.ndarray) -> np.ndarray:
-        """For each node, its value [n] joined with those of all nodes above it: `np.add`, `np.logical_and`, ..."""
+        """Each node's value [n] joined with the values of all its ancestors, by `np.add`, `np.logical_and`, ..."""
         joined = np.empty(len(self) + 1, values.dtype)
         joined[:-1], joined[-1] = values, join.identity
-        for above in self._levels_up:  # each time, of twice as many levels
+        for above in self._levels_up:  # each pass joins twice as many levels
             joined = join(joined, joined[above])
         return joined[:-1]
 
     @cached_property
     def _levels_up(self) -> list[np.ndarray]:
-        """Each int64[n + 1]: the node 1, 2, 4, ... levels above a node, n where there is none."""
+        """Arrays int64[n + 1] of the node that is 1, 2, 4, ... levels above each node, n where there is none."""
         num_nodes = len(self)
         above = np.full(num_nodes + 1, num_nodes)
         above[:-1] = np.where(self.parents < 0, num_nodes, self.starts[self.tree_of] + self.parents)
@@ -166,12 +166,12 @@ class TreeBatch:
 def prune(
     trees: TreeBatch, *, max_nodes: int, max_depths: Sequence[int], min_log_acceptance: float, vocab_size: int
 ) -> TreeBatch:
-    """The part of drafts worth verifying: nodes over a limit go, and all below them.
+    """The part of drafts that keeps to some limits.
 
-    Nodes are dropped that are deeper than their tree's one of `max_depths`, less likely than `min_log_acceptance`, or
-    not of the vocabulary; of the rest the first `max_nodes` of each tree in its own order stay.
+    Nodes that are deeper than their tree's entry of `max_depths`, less likely than `min_log_acceptance` or outside the
+    vocabulary are dropped with all nodes below them. Of the others each tree keeps the first `max_nodes` in its order.
 
-    Raises ValueError: a parent does not precede its child. A drafter's own mistake.
+    Raises ValueError: a parent does not precede its child, a mistake of the drafter.
     """
     if len(trees) == 0:
         return trees
@@ -182,6 +182,6 @@ def prune(
     if keep.all() and trees.sizes.max() <= max_nodes:
         return trees
     keep = trees.scan_from_root(np.logical_and, keep)
-    rank = np.cumsum(keep)  # of a kept node among those of all trees, then of its own
+    rank = np.cumsum(keep)  # a kept node's rank over all trees, then in its own
     rank -= np.append(0, rank)[trees.starts][trees.tree_of]
     return trees.select(keep & (rank <= max_nodes))  # parents come first, so those of kept nodes are kept
