@@ -1,9 +1,9 @@
-"""Which path through each draft is committed, and the token that follows it.
+"""Acceptance selects the path of each draft that is committed, and the token that follows it.
 
-The rule's verdicts are made on the device, for all sequences at once (`judge_rows`), and come to the host as a few
-numbers a row; there `select_paths` takes the trees of all sequences at once. Whatever the rule, nothing is accepted
-past a node where the target's own choice is an end token, and an end token is only ever the target's choice, as the
-bonus token: so relaxed lengths do not drift.
+`judge_rows` applies the rule on the device, for all sequences at once, and brings a few numbers per row to the host.
+There `select_paths` handles the trees of all sequences at once. Whatever the rule, nothing is accepted after a node
+where the target's choice is an end token, and an end token is committed only as the target's choice, the bonus token.
+So relaxed verification does not shift the lengths of texts.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +19,10 @@ from laserbatch.pipeline.decoding.model.output_head import StepLogits
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.pipeline.decoding.verifiers import DraftedNodes, Verifier
 
-# Rows whose logits are in memory at once: enough that an output layer's weights are read few times, and on a CPU few
-# enough that they stay in its cache.
+# Number of rows whose logits are in memory at once: many, so that the output layer's weights are read few times, but on
+# a CPU so few that their logits stay in its cache.
 CHUNK_ROWS = {"cpu": 256, "cuda": 1024}
-ROUND_LOGITS = 1 << 18  # on a CPU this many numbers are computed and read in the time that a further round takes
+ROUND_LOGITS = 1 << 18  # a CPU computes and reads this many logits in the time that one more round costs
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,20 @@ def verify(
 ) -> list[Acceptance | None]:
     """Accept the best path of each sequence's draft.
 
-    On a CPU drafts are judged in rounds, in the order in which they were drafted, twice as many of each tree in every
-    round: of what is below a node that was not accepted hardly any logits are computed. Elsewhere all are judged at
-    once, which waits for the device once.
+    On a CPU, nodes are judged in rounds, in the order in which they were drafted, and each round takes twice as many
+    nodes as the one before: hardly any logits are computed for nodes below a rejected one. On other devices all nodes
+    are judged at once, which waits for the device once.
 
     Parameters
     ----------
-    rows : of sequence i, row `starts[i]` follows its last committed token and row `starts[i] + 1 + j` follows node j of
+    rows : row `starts[i]` follows the last committed token of sequence i, and row `starts[i] + 1 + j` follows node j of
         tree i.
     is_end : bool[vocab_size], the end tokens.
-    guides, guided_rows : the grammar of each sequence, None for none, and the rows among allowed tokens alone; without
-        rows there are no grammars.
+    guides, guided_rows : the guide of each sequence, None if it has no grammar, and the rows with forbidden tokens
+        masked; None if no sequence has a grammar.
 
-    Returns None for a sequence where the target's logits after its last committed token are not finite. Nodes after
-    which they are not are not accepted.
+    Returns None for a sequence where the target's logits after its last committed token are not finite. A node followed
+    by logits that are not finite is not accepted.
     """
     if len(trees) == 0:  # plain decoding
         nothing = np.empty(0, np.int64)
@@ -105,8 +105,8 @@ class _Judged:
     def __init__(self, num_rows: int, trees: TreeBatch, starts: np.ndarray) -> None:
         self._trees, self._starts = trees, starts
         self.choices = np.zeros(num_rows, np.int64)
-        self.is_finite = np.ones(num_rows, bool)  # true of rows that were not looked at
-        self.allowed = np.zeros(len(trees), bool)  # by the rule, and by that of the end of a text
+        self.is_finite = np.ones(num_rows, bool)  # True for rows that were not judged
+        self.allowed = np.zeros(len(trees), bool)  # by the rule, and by the rule on end tokens
         self.log_probability = np.zeros(len(trees))
         self._token_ids = trees.token_ids.astype(np.int64)
         first_of = starts[trees.tree_of] + 1
@@ -115,20 +115,20 @@ class _Judged:
         self._tree_of_row[starts], self._tree_of_row[self._row_of] = np.arange(len(starts)), trees.tree_of
         self._is_pending = self._tree_of_row >= 0  # neither judged nor below a node that was not accepted
         self._is_judged = np.zeros(num_rows, bool)
-        self._masked: set[int] = set()  # rows that were judged among the tokens that a grammar allows
+        self._masked: set[int] = set()  # rows that were judged with a grammar's mask
 
     def next_rows(self, at_once: int) -> np.ndarray:
         """Rows to judge next, int64[n]: the first pending rows of each tree, about `at_once` in all."""
         pending = np.flatnonzero(self._is_pending)
         if len(pending) <= at_once:
             return pending
-        is_first = np.diff(self._tree_of_row[pending], prepend=-1) != 0  # in its tree, whose rows are adjacent
+        is_first = np.diff(self._tree_of_row[pending], prepend=-1) != 0  # of its tree, whose rows are adjacent
         every = np.arange(len(pending))
         number = every - np.maximum.accumulate(np.where(is_first, every, 0))
         return pending[number < max(1, at_once // is_first.sum())]
 
     def judge(self, verifier: Verifier, rows: StepLogits, pending: np.ndarray, is_end: np.ndarray) -> None:
-        """Look at the logits of rows int64[n]: of the nodes behind them all is known then."""
+        """Judge rows int64[n]: choose the token after each, and apply the rule to the nodes that follow it."""
         place = np.full(len(self.choices), -1)
         place[pending] = np.arange(len(pending))
         nodes = np.flatnonzero(place[self._parent_row_of] >= 0)
@@ -138,7 +138,7 @@ class _Judged:
         self.allowed[nodes] = verdicts.accepted & ~is_end[self.choices[parent_rows]] & ~is_end[token_ids]
         self.log_probability[nodes] = verdicts.log_probability
         self._is_pending[pending], self._is_judged[pending] = False, True
-        if self._is_pending.any():  # else all were judged at once, as a GPU does
+        if self._is_pending.any():  # otherwise all were judged at once, as on a GPU
             is_rejected = np.zeros(len(self._trees), bool)
             is_rejected[nodes] = ~self.allowed[nodes]
             is_dropped = self._trees.scan_from_root(np.logical_or, is_rejected)  # nodes below are not judged
@@ -147,9 +147,9 @@ class _Judged:
     def leaving(
         self, guides: Sequence[Guide | None], accepted: list[Acceptance | None], unsure: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Trees of `unsure` whose accepted tokens leave their grammars, and rows to judge among allowed tokens.
+        """The trees of `unsure` whose accepted tokens leave their grammars, and the rows to judge again with a mask.
 
-        Such a row is one whose choice is not allowed; another node that is not allowed is no longer accepted.
+        A row is judged again if its choice is not allowed. A drafted node that is not allowed is no longer accepted.
         """
         leaving, masked = [], []
         for tree in unsure:
@@ -168,18 +168,18 @@ class _Judged:
             elif row not in self._masked:
                 self._masked.add(row)
                 masked.append(row)
-            else:  # what is not allowed here either fails alone, when the text is extended
+            else:  # not allowed even with the mask: this text alone fails, when it is extended
                 continue
             leaving.append(tree)
         return leaving, masked
 
     def unjudged(self) -> np.ndarray:
-        """Rows behind accepted nodes that were not looked at, int64[n]: of nodes accepted since."""
+        """Rows after accepted nodes that were not judged yet, int64[n], as the nodes were accepted later."""
         is_accepted = self._trees.scan_from_root(np.logical_and, self.allowed)
         return self._row_of[is_accepted & ~self._is_judged[self._row_of]]
 
     def acceptances(self, may_end: Callable[[np.ndarray, TreeBatch], np.ndarray] | None) -> list[Acceptance | None]:
-        """The outcome for each tree; `may_end`: the rule's, if it has one."""
+        """The outcome for each tree; `may_end` is the rule's method, if it has one."""
         is_accepted = self.allowed & self.is_finite[self._row_of]
         is_end = True
         if may_end is not None:
@@ -193,12 +193,12 @@ class _Judged:
 def select_paths(
     accepted: np.ndarray, log_probability: np.ndarray, trees: TreeBatch, may_end: np.ndarray | bool = True
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """The longest accepted path of each tree, the more probable of equally long ones, the first of equals.
+    """The longest accepted path of each tree; of equally long paths the most probable, of equals the first.
 
-    Paths end at nodes where `may_end` bool[n].
+    Arguments have a value for each of the n nodes of all trees; paths end at nodes where `may_end` bool[n].
 
-    From [n] of the trees' nodes int64[num_accepted] for each tree: node indices from the root; and int64[num_trees],
-    the last of them, -1 for none.
+    Returns each tree's path as int64[num_accepted], node indices from the root, and the last node of each path as
+    int64[num_trees], -1 for an empty path.
     """
     num_trees, tree_of = len(trees.sizes), trees.tree_of
     length = np.where(trees.scan_from_root(np.logical_and, accepted) & may_end, trees.depths, 0)
@@ -208,7 +208,7 @@ def select_paths(
     score = trees.scan_from_root(np.add, log_probability)[candidates]
     best = np.full(num_trees, -np.inf)
     np.maximum.at(best, tree_of[candidates], score)
-    ends = candidates[score == best[tree_of[candidates]]][::-1]  # the first of a tree is written last
+    ends = candidates[score == best[tree_of[candidates]]][::-1]  # a tree's first is written last, and stays
     last_nodes = np.full(num_trees, -1)
     last_nodes[tree_of[ends]] = trees.places[ends]
 
@@ -223,7 +223,7 @@ def select_paths(
 
 @dataclass(frozen=True)
 class RowVerdicts:
-    """On the host: of rows their argmax int64[n] and whether it is finite bool[n], of nodes a rule's verdicts."""
+    """Verdicts on the host: the argmax of each row int64[n] and whether it is finite bool[n]; the rule's on nodes."""
 
     choices: np.ndarray
     is_finite: np.ndarray
@@ -245,7 +245,7 @@ def judge_rows(
     Parameters
     ----------
     row_indices : int64[n], the rows to judge.
-    parents, token_ids, sources : [m], per node the place of its parent's row in `row_indices`, its token and source.
+    parents, token_ids, sources : [m], per node the index in `row_indices` of its parent's row, its token and source.
     """
     size = CHUNK_ROWS["cpu" if rows.device.type == "cpu" else "cuda"]
     if len(row_indices) <= size:
@@ -258,7 +258,7 @@ def judge_rows(
         first = number * size
         logits = rows.of(row_indices[first : first + size])
         if logits.device.type == "cpu":
-            logits = logits.float()  # of bfloat16 a CPU finds the largest twenty times as slowly
+            logits = logits.float()  # a CPU's argmax is twenty times slower in bfloat16
         choices.append(row_argmax(logits))
         best.append(logits.gather(1, choices[-1][:, None])[:, 0])
         if len(nodes):
@@ -271,7 +271,7 @@ def judge_rows(
             verdicts = verifier(followed, chosen, DraftedNodes(*judged))
             accepted.append(verdicts.accepted)
             log_probability.append(verdicts.log_probability)
-    # One copy, and so one synchronisation, brings the host what it needs. float64 holds every token id.
+    # One copy, and so one synchronisation, brings all results to the host. float64 represents every token id.
     parts = [part.double() for part in (*choices, *best, *accepted, *log_probability)]
     values = torch.cat(parts).cpu().numpy()
     num_rows, num_nodes = len(row_indices), len(parents)
@@ -284,5 +284,5 @@ def judge_rows(
 def row_argmax(logits: torch.Tensor) -> torch.Tensor:
     """Index of each row's first largest logit: int64[num_rows]."""
     if logits.device.type == "cpu":
-        return torch.from_numpy(logits.numpy().argmax(-1))  # vectorised, which torch's is not: a tenth of its time
+        return torch.from_numpy(logits.numpy().argmax(-1))  # vectorised, unlike torch's: a tenth of its time
     return logits.argmax(-1)

@@ -1,4 +1,4 @@
-"""The memory of a device: what is free, whether a model fits it before it is loaded, how much a KV cache may take."""
+"""Device memory: how much is free, whether a model fits before it is loaded, and how large a KV cache may be."""
 
 import math
 import os
@@ -15,11 +15,11 @@ from safetensors import SafetensorError, safe_open
 from laserbatch.pipeline.engine_choice import num_gpus_for, vllm_advice
 from laserbatch.pipeline.errors import ModelError
 
-CACHE_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of the memory that is free after loading; others want some of a machine's
-MIN_CACHE_TOKENS = 2048  # of KV cache, without which loading is not worth while: one text or two
+CACHE_SHARE = {"cuda": 0.8, "cpu": 0.5}  # share of the memory that is free after loading; other processes need some
+MIN_CACHE_TOKENS = 2048  # a model is loaded only if a KV cache of this size, for one text or two, fits as well
 OUT_OF_MEMORY = re.compile(r"CUDA[^\n]*out of memory|_STATUS_ALLOC_FAILED|can't allocate memory")
 CUDA_ERROR = re.compile(r"CUDA (driver )?error: |Triton Error \[CUDA\]: ")
-# CUDA refuses such a call and computes on; after any other error the process's context can no longer be used.
+# CUDA only refuses a call with such an error; after any other error the process can no longer use its context.
 REFUSED_CALL = re.compile(
     r"captur|kernel image|invalid (configuration )?argument|out of resource|too many resources|invalid device"
     r"|STATUS_NOT_SUPPORTED|STATUS_INVALID_VALUE"
@@ -38,7 +38,7 @@ class Memory:
 
 
 def num_stored_values(files: list[Path]) -> int:
-    """Values of all tensors in safetensors files; no tensor is read. Raises ModelError: a file is none."""
+    """The number of values in safetensors files, without reading them. Raises ModelError: a file cannot be read."""
     num_values = 0
     for file in files:
         try:
@@ -51,7 +51,7 @@ def num_stored_values(files: list[Path]) -> int:
 
 
 def cache_bytes_per_token(config, dtype: torch.dtype) -> int:
-    """Estimate of a token's keys and values in all layers, from a transformers configuration."""
+    """Estimated bytes of a token's keys and values in all layers, from a transformers configuration."""
     num_values = 0
     for layer, num_heads, head_dim in _layer_heads(config):
         num_values += 2 * head_dim * (getattr(layer, "num_key_value_heads", None) or num_heads)
@@ -59,7 +59,7 @@ def cache_bytes_per_token(config, dtype: torch.dtype) -> int:
 
 
 def _layer_heads(config) -> Iterator[tuple[Any, int, int]]:
-    """The configuration of each layer, which may differ, the number of its query heads and their size."""
+    """Yield each layer's configuration, as layers may differ, its number of query heads and their size."""
     text = config.get_text_config()
     for layer in getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers:
         num_heads = getattr(layer, "num_attention_heads", None) or 1
@@ -67,9 +67,9 @@ def _layer_heads(config) -> Iterator[tuple[Any, int, int]]:
 
 
 def require_memory(folder: Path, weights_bytes: int, cache_bytes: int, memory: Memory) -> None:
-    """Refuse a model that does not fit, before the system ends the process for it.
+    """Refuse a model that does not fit, before the system kills the process for it.
 
-    Raises ModelError: naming what is needed, what is there and what to do.
+    Raises ModelError: it does not fit; the message says what is needed, what is free and what to do.
     """
     needed = weights_bytes + cache_bytes
     if needed <= memory.free_bytes:
@@ -126,13 +126,13 @@ def _numbers(file: Path) -> dict[str, int]:
 
 
 def step_bytes(config, num_decoding: int, num_tokens: int, num_parts: int) -> int:
-    """Estimate of the memory that steps take beside weights and caches, from a transformers configuration.
+    """Estimated bytes that steps take besides weights and caches, from a transformers configuration.
 
     Parameters
     ----------
-    num_decoding : tokens of the largest step of drafts, of which the attention has a partial result for each part.
-    num_tokens : of the largest step, prompts included.
-    num_parts : into which the attention cuts the keys of a sequence.
+    num_decoding : tokens of the largest step that only decodes; attention has a partial result of each for each part.
+    num_tokens : tokens of the largest step, prompts included.
+    num_parts : number of parts into which the attention cuts the keys of a sequence.
     """
     partial_values, hidden, intermediate = 0, config.get_text_config().hidden_size, 0
     for layer, num_heads, head_dim in _layer_heads(config):
@@ -140,31 +140,31 @@ def step_bytes(config, num_decoding: int, num_tokens: int, num_parts: int) -> in
         intermediate = max(intermediate, int(np.max(getattr(layer, "intermediate_size", None) or 4 * hidden)))
     partial_results = num_decoding * partial_values * num_parts * 4
     activations = num_tokens * (4 * hidden + 3 * intermediate) * 4
-    return partial_results + 2 * activations  # of eager steps, and of captured ones, which have memory of their own
+    return partial_results + 2 * activations  # twice: captured steps have memory apart from that of eager ones
 
 
 def cache_bound(device: torch.device, bytes_per_token: int, num_sharing: int = 1, reserved_bytes: int = 0) -> int:
-    """Tokens that the cache may hold on a device, from the memory that is free now.
+    """The number of tokens that the cache may hold on a device, from the memory that is free now.
 
     Parameters
     ----------
-    bytes_per_token : of all caches that hold the same tokens.
-    num_sharing : engines of one machine or, on a GPU, of that GPU, which take equal parts of its memory.
-    reserved_bytes : that the engine will need beside caches.
+    bytes_per_token : bytes of a token in all caches that hold the same tokens.
+    num_sharing : number of engines that take equal parts of the machine's memory or, on a GPU, of the GPU's.
+    reserved_bytes : memory that the engine will need besides caches.
     """
     on_cuda = device.type == "cuda"
     memory = memory_of(device)
     free_bytes = memory.free_bytes
     if not on_cuda:
         free_bytes //= num_sharing
-    elif num_sharing > 1:  # what is free says nothing while others load
+    elif num_sharing > 1:  # the free memory says nothing while others load
         free_bytes = min(free_bytes, memory.total_bytes // num_sharing - torch.cuda.memory_reserved(device))
     free_bytes -= reserved_bytes
     return max(1, int(free_bytes * CACHE_SHARE["cuda" if on_cuda else "cpu"]) // max(1, bytes_per_token))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: that of any device, in PyTorch, cuBLAS or Triton."""
+    """Whether an error says that the memory of any device ran out, in PyTorch, cuBLAS or Triton."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)) is not None
@@ -185,10 +185,10 @@ def is_device_lost(error: BaseException | None) -> bool:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A tensor of the array on a device.
+    """Copy an array to a device as a tensor.
 
-    On CUDA it comes from pinned memory and is not waited for: a copy from ordinary memory would first let the device
-    finish the forward that it is computing.
+    On CUDA the copy is asynchronous, from pinned memory: a copy from ordinary memory would wait until the device has
+    finished the forward that it is computing.
     """
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

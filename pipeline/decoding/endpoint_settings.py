@@ -1,4 +1,4 @@
-"""Options of `decoding.engine: endpoint`: where the server is, how it is asked, and what its answers may cost."""
+"""Options of `decoding.engine: endpoint`: the server, the form and rate of requests, and the limit on their cost."""
 
 import os
 import re
@@ -10,14 +10,14 @@ from pydantic import Field, field_validator, model_validator
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.validation import Strict
 
+BATCH_SHARD_ROWS = 100_000  # rows of a shard under `mode: batch`, which may take hours however many texts it has
 # Fields that other options set, or that would change the shape of an answer.
-BATCH_SHARD_ROWS = 100_000  # of a shard under `mode: batch`, which may take hours however many texts it has
 OURS_IN_REQUESTS = {"model", "prompt", "messages", "stream", "n", "best_of", "echo"}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class TokenPrices(Strict):
-    """What a million tokens cost, in any currency."""
+    """Prices of a million tokens, in any currency."""
 
     input: float = Field(ge=0, description="A million tokens of prompts cost this much.")
     output: float = Field(ge=0, description="A million tokens of answers cost this much.")
@@ -29,7 +29,7 @@ class TokenPrices(Strict):
     )
 
     def cost(self, num_prompt: int, num_completion: int, num_cached: int = 0) -> float:
-        """What tokens of prompts, of which `num_cached` were cached, and of answers cost."""
+        """The cost of prompt tokens, `num_cached` of them cached, and of answer tokens."""
         cached = self.input if self.cached is None else self.cached
         return ((num_prompt - num_cached) * self.input + num_cached * cached + num_completion * self.output) / 1e6
 
@@ -60,8 +60,8 @@ class EndpointSettings(Strict):
     give_up_after_s: float = Field(
         default=600.0,
         gt=0,
-        le=1500,  # a worker that has nothing to show for longer is taken for hung
-        description="The night ends, and can go on later, when the server has answered no request for so many seconds.",
+        le=1500,  # a worker that reports nothing for longer counts as hung
+        description="The night ends, and can go on later, if the server answers no request for this many seconds.",
     )
     requests_per_minute: float | None = Field(
         default=None, ge=0.01, description="At most this many requests are sent in a minute. null: no limit."
@@ -69,7 +69,7 @@ class EndpointSettings(Strict):
     tokens_per_minute: float | None = Field(
         default=None,
         ge=1,
-        description="Requests of a minute have at most this many tokens of prompts and max_new_tokens. null: no limit.",
+        description="Prompts plus max_new_tokens of a minute's requests are at most this many tokens. null: no limit.",
     )
     prediction: bool = Field(
         default=False,
@@ -83,8 +83,8 @@ class EndpointSettings(Strict):
     )
     price_per_million_tokens: TokenPrices | None = Field(
         default=None,
-        description="Tokens cost this much, {input: 0.1, output: 0.4, cached: 0.05}; plans and reports then show "
-        "money. null: they show none.",
+        description="Tokens cost this much, such as {input: 0.1, output: 0.4, cached: 0.05}; plans and reports then "
+        "show costs. null: they show none.",
     )
     max_cost: float | None = Field(
         default=None,
@@ -115,7 +115,7 @@ class EndpointSettings(Strict):
             raise ValueError("url has a password or a query, where secrets are seen: name a variable as api_key_env")
         try:
             is_host = bool((parts.hostname or "").encode("idna")) and parts.port != 0
-        except ValueError:  # the name is none, or the port no number
+        except ValueError:  # not a valid host name, or the port is no number
             is_host = False
         if not is_host or not self.url.isprintable() or " " in self.url or "$" in self.url:
             raise ValueError(
@@ -131,7 +131,7 @@ class EndpointSettings(Strict):
         return self
 
     def key(self) -> str | None:
-        """The key of the server; None: it takes none. Raises ConfigError: the variable of this process holds none."""
+        """The server's API key, or None if it takes none. Raises ConfigError: the environment variable holds no key."""
         if self.api_key_env is None:
             return None
         key = os.environ.get(self.api_key_env, "").strip()
@@ -140,7 +140,7 @@ class EndpointSettings(Strict):
                 f"the environment variable {self.api_key_env} is not set or empty (decoding.endpoint.api_key_env); set "
                 "it where the night runs, and on a Ray cluster where its workers run"
             )
-        if not re.fullmatch("[!-~]+", key):  # of a header; the key itself is not shown
+        if not re.fullmatch("[!-~]+", key):  # it goes into a header; the message does not show it
             raise ConfigError(
                 f"the environment variable {self.api_key_env} holds no key (decoding.endpoint.api_key_env): it has a "
                 "space, a line break or a character that is not ASCII; copy the key again"
@@ -148,6 +148,6 @@ class EndpointSettings(Strict):
         return key
 
     def provenance(self) -> dict[str, Any]:
-        """What of these options changes texts: how prompts are sent, and fields that are added to requests."""
+        """The options that change texts: the form of prompts, and the fields that are added to requests."""
         named = {"api": self.api} if self.api != "completions" else {}
         return named | ({"extra_body": self.extra_body} if self.extra_body else {})

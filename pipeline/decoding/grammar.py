@@ -1,7 +1,7 @@
-"""Grammars of texts, and what they allow after each token. llguidance compiles them and computes masks.
+"""Grammars of texts, and the tokens that they allow next. llguidance compiles them and computes masks.
 
-Where a grammar forces bytes, a mask holds one token, so a text does not depend on where steps end. Before the token
-limit cuts an answer, masks hold only tokens that close what is open.
+Where a grammar forces bytes, a mask allows one token, so a text does not depend on where steps end. Before the token
+limit would cut an answer, masks allow only tokens that close what is open.
 """
 
 from collections.abc import Iterable
@@ -13,8 +13,8 @@ import numpy as np
 
 from laserbatch.pipeline.errors import ConfigError, first_line
 
-MARGIN = 6  # tokens before the last moment at which closing begins: one token may open a further part
-MAX_SHORTEST = 256  # tokens; where closing does not end an answer within so many, its limit cuts it
+MARGIN = 6  # closing begins this many tokens before it must, as one token may open a further part
+MAX_SHORTEST = 256  # an answer that closing does not end within this many tokens is cut at its limit
 
 
 class Grammars:
@@ -24,7 +24,7 @@ class Grammars:
 
     Parameters
     ----------
-    vocab_size : columns of the model's logits.
+    vocab_size : number of columns of the model's logits.
     end_ids : the tokens that may end a text where its grammar allows the end.
     """
 
@@ -45,7 +45,7 @@ class Grammars:
         self._compiled: dict[str, tuple[llguidance.LLMatcher, int]] = {}
 
     def guide(self, grammar: str, max_tokens: int) -> "Guide":
-        """The state of a new text of at most so many tokens. Raises ConfigError: the grammar does not compile."""
+        """The guide of a new text of at most `max_tokens`. Raises ConfigError: the grammar does not compile."""
         if grammar not in self._compiled:
             require_grammar(grammar, self._tokenizer)
             matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
@@ -55,9 +55,9 @@ class Grammars:
         return Guide(matcher.deep_copy(), self._closing, self._end_ids, max_tokens, shortest)
 
     def forced_in(self, grammar: str, token_ids: np.ndarray) -> np.ndarray:
-        """Of a written text, int32[n], the tokens that its grammar left no choice of: bool[n].
+        """Whether each token of a written text, int32[n], was the only one that its grammar allowed: bool[n].
 
-        None behind the first token that the grammar does not allow. Raises ConfigError: the grammar does not compile.
+        False after the first token that the grammar does not allow. Raises ConfigError: the grammar does not compile.
         """
         require_grammar(grammar, self._tokenizer)
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
@@ -70,7 +70,7 @@ class Grammars:
 
 
 class Guide:
-    """What a text's grammar allows after its output so far, and after drafts below it."""
+    """The state of a text's grammar: the tokens that it allows after the output so far, and after drafts."""
 
     def __init__(
         self,
@@ -82,9 +82,9 @@ class Guide:
     ) -> None:
         self.end_id, self._end_ids = end_ids[0], end_ids
         self._matcher, self._closing = matcher, closing
-        self._max_tokens, self._shortest = max_tokens, shortest  # of the text, and of the shortest whole answer
+        self._max_tokens, self._shortest = max_tokens, shortest  # tokens of the text and of the shortest answer
         self._num_output = 0  # committed tokens that the matcher has consumed
-        self._path: list[int] = []  # drafted tokens that it has consumed behind them
+        self._path: list[int] = []  # drafted tokens that it has consumed after them
 
     @property
     def is_complete(self) -> bool:
@@ -92,14 +92,14 @@ class Guide:
         return self._matcher.is_stopped()
 
     def advance(self, output_ids: np.ndarray) -> None:
-        """Consume what was committed, int32[n] of the whole output. Raises ValueError: the grammar forbids it."""
+        """Consume the committed tokens of the whole output, int32[n]. Raises ValueError: the grammar forbids one."""
         new = output_ids[self._num_output :].tolist()
         if new != self._path and self._move(new) < len(new):
             raise ValueError(f"token {new[len(self._path)]} is not allowed at position {len(output_ids)}")
         self._num_output, self._path = len(output_ids), []
 
     def forced(self, max_tokens: int) -> list[int]:
-        """Tokens that must come next, at most so many; they are consumed as committed."""
+        """The tokens that must come next, at most `max_tokens`; they are consumed as committed."""
         token_ids: list[int] = []
         while len(token_ids) < max_tokens and (next_ids := self._matcher.compute_ff_tokens()):
             token_ids.append(next_ids[0])
@@ -109,7 +109,7 @@ class Guide:
         return token_ids
 
     def num_allowed(self, token_ids: list[int]) -> int:
-        """How many of these tokens, one after another, may follow the committed output. Hardly ever needs a mask."""
+        """The number of leading tokens of `token_ids` that may follow the committed output; masks are seldom needed."""
         if self._path:
             self._matcher.rollback(len(self._path))
             self._path = []
@@ -129,7 +129,7 @@ class Guide:
         return len(token_ids)
 
     def write_mask(self, path: list[int], mask: np.ndarray) -> None:
-        """Write what may follow a drafted path: uint32[ceil(vocab_size / 32)], bit i of word w is token 32 w + i.
+        """Write the tokens that may follow a drafted path: uint32[ceil(vocab_size / 32)], bit i of word w: 32 w + i.
 
         Nothing may follow a path that is not allowed itself.
         """
@@ -139,7 +139,7 @@ class Guide:
         self._write_allowed(mask, self._must_close(len(path)))
 
     def shortest_rest(self) -> int:
-        """Tokens that end the answer from here if each closes what it can; nothing is consumed for good."""
+        """The number of tokens that end the answer if each closes what it can; the matcher is rolled back."""
         mask, num_consumed = np.empty(self._closing.masks.shape[1], np.uint32), 0
         while num_consumed < MAX_SHORTEST and not self._matcher.is_stopped():
             token_ids = self._matcher.compute_ff_tokens()
@@ -157,7 +157,7 @@ class Guide:
         return num_consumed
 
     def _must_close(self, num_drafted: int) -> bool:
-        """Whether so little room is left behind a path of so many tokens, which the matcher has consumed."""
+        """Whether the answer must be closed after a path of `num_drafted` tokens, which the matcher has consumed."""
         num_left = self._max_tokens - self._num_output - num_drafted
         return num_left <= self._shortest + MARGIN and num_left <= self.shortest_rest() + MARGIN
 
@@ -169,7 +169,7 @@ class Guide:
                 return
 
     def _is_text(self, token_id: int) -> bool:
-        """Whether it is a quote or bracket which any word may follow: it is text there, and closes nothing."""
+        """Whether a token is a quote or bracket that any word may follow; it is text there, and closes nothing."""
         if token_id not in self._closing.marks:
             return False
         self._matcher.try_consume_tokens([token_id])
@@ -178,7 +178,7 @@ class Guide:
         return is_text
 
     def _move(self, path: list[int]) -> int:
-        """Move the matcher along a path, as far as the grammar allows; return that number of tokens."""
+        """Move the matcher along a path as far as the grammar allows; return the number of allowed tokens."""
         pairs = zip(path, self._path, strict=False)
         num_common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         if num_common < len(self._path):
@@ -198,9 +198,9 @@ class _Closing:
     """
 
     masks: np.ndarray  # uint32 (7, num_words)
-    usual: tuple[int, ...]  # a few tokens, by kind: a mask takes as long as asking about dozens
+    usual: tuple[int, ...]  # a few tokens, by kind: computing a mask takes as long as checking dozens
     marks: frozenset[int]  # quotes and brackets
-    words: tuple[int, ...]  # two, one of which a part's fixed beginning may allow, but not both
+    words: tuple[int, ...]  # two; a part's fixed beginning may allow one of them, but not both
 
     @classmethod
     def of(cls, tokenizer: llguidance.LLTokenizer, end_ids: list[int]) -> "_Closing":
@@ -225,7 +225,7 @@ def _first(mask: np.ndarray) -> int:
 
 
 def require_grammar(grammar: str, tokenizer: llguidance.LLTokenizer | None = None) -> None:
-    """Raises ConfigError, with the place: a grammar in llguidance's variant of Lark does not compile."""
+    """Raise ConfigError, naming the place, if a grammar in llguidance's variant of Lark does not compile."""
     is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
     if is_error:
         raise ConfigError(f"the form of answers does not compile: {' '.join(messages).strip()}")

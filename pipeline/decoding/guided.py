@@ -1,9 +1,9 @@
 """Guided decoding: texts keep to a grammar (`GenerationRequest.grammar`), drafted or not.
 
-A verifier judges drafts by the model's own logits; of what it accepts only tokens stay that the grammar allows. Where
-the model's own choice is not allowed, that row is judged again among allowed tokens alone. Few rows are, so few masks
-are computed: one takes as long as asking about a dozen tokens or more. Greedy texts are those of logits that are always
-masked; samples have their distribution. Where a grammar allows one token, it is appended without a forward of its own:
+A verifier judges drafts by the model's own logits, and of the accepted tokens only those stay that the grammar allows.
+If the model's choice is not allowed, its row is judged again among allowed tokens only. This is rare, so few masks are
+computed; one takes as long as checking a dozen tokens or more. Greedy texts are the same as if logits were always
+masked, and samples have the same distribution. Where a grammar allows only one token, it is appended without a forward:
 the next step feeds it together with the token before it.
 """
 
@@ -21,15 +21,15 @@ from laserbatch.pipeline.decoding.token_tree import TreeBatch
 
 
 class GuidedLogits:
-    """Rows of a step, in which tokens that a sequence's grammar forbids have a logit of minus infinity.
+    """The rows of a step, with a logit of minus infinity for tokens that a sequence's grammar forbids.
 
-    There is a row of each sequence after its last committed token, then one after each node of its tree.
+    Each sequence has a row after its last committed token, then one after each node of its tree.
     """
 
     def __init__(self, rows: StepLogits, guides: list[Guide | None], trees: TreeBatch) -> None:
         self._rows, self._guides, self._trees = rows, guides, trees
         self.device, self.num_rows = rows.device, rows.num_rows
-        self._tree_of = np.repeat(np.arange(len(trees.sizes)), trees.sizes + 1)  # of each row
+        self._tree_of = np.repeat(np.arange(len(trees.sizes)), trees.sizes + 1)  # each row's tree
         first_rows = np.cumsum(trees.sizes + 1) - (trees.sizes + 1)
         self._node_of = np.arange(self.num_rows) - first_rows[self._tree_of] - 1  # -1: the last committed token
 
@@ -46,7 +46,7 @@ class GuidedLogits:
         return logits.masked_fill_(bits.flatten(1)[:, : logits.shape[-1]] == 0, -math.inf)
 
     def masks(self, rows: np.ndarray, vocab_size: int) -> np.ndarray:
-        """Allowed tokens of some rows, all of them without a grammar: uint32 (n, ceil(vocab_size / 32))."""
+        """Masks of the tokens allowed in some rows, all without a grammar: uint32 (n, ceil(vocab_size / 32))."""
         masks = np.full((len(rows), -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)
         for mask, row in zip(masks, rows.tolist(), strict=True):
             guide = self._guides[self._tree_of[row]]
@@ -64,7 +64,7 @@ class GuidedLogits:
 
 
 def begin(sequences: Iterable[DecodingSequence], grammars: Grammars) -> None:
-    """Give sequences that have a grammar and no guide yet theirs, and append what their texts must begin with."""
+    """Give a guide to sequences that have a grammar and no guide yet, and append the tokens that must come first."""
     for sequence in sequences:
         if sequence.guide is None and sequence.request.grammar is not None:
             guide = sequence.guide = grammars.guide(sequence.request.grammar, sequence.max_new_tokens)
@@ -72,7 +72,7 @@ def begin(sequences: Iterable[DecodingSequence], grammars: Grammars) -> None:
 
 
 def advance(sequences: Iterable[DecodingSequence]) -> dict[DecodingSequence, str | GenerationFailure]:
-    """Follow what a step committed, and append what must come next; returns the outcomes of texts that end so."""
+    """Advance guides by a step's tokens, and append tokens that must come next; return outcomes of texts that end."""
     outcomes: dict[DecodingSequence, str | GenerationFailure] = {}
     for sequence in sequences:
         if (guide := sequence.guide) is None:
@@ -90,5 +90,5 @@ def advance(sequences: Iterable[DecodingSequence]) -> dict[DecodingSequence, str
 
 
 def _room(sequence: DecodingSequence) -> int:
-    """Tokens that may be appended: a last one is left to the step that follows."""
+    """The number of tokens that may be appended; the last token is left to the next step."""
     return max(0, min(MAX_FORCED, sequence.num_left - 1))

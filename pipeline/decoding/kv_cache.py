@@ -1,12 +1,12 @@
-"""The KV cache: memory of single tokens that the engine owns, whatever the longest sequence.
+"""The KV cache: slots of one token each, owned by the engine and independent of the longest sequence.
 
-A live sequence has a row: a list of slots in text order, anywhere in memory. Where there is room they lie in runs,
-which are read the fastest: a row goes on behind its last slot, or in a block of slots that are all free. What a forward
-writes is kept only once it is committed: committing an accepted branch keeps its slots, those of the rejected nodes are
-free again. A prompt's prefix is computed once: sequences that share it name the same slots, which are counted, not
-copied. Prompts of sequences that ended stay shareable until their place is needed, those that ended first going first
-(what a later one shared with them stays with it). Memory grows by doubling, up to a bound, and shrinks to what live
-rows hold when a forward runs out of memory.
+A live sequence has a row: a list of slots in text order, anywhere in memory. Consecutive slots are read the fastest, so
+where there is room a row continues after its last slot, or in a block of free slots. A forward's writes are kept only
+once they are committed: committing an accepted branch keeps its slots and frees those of the rejected nodes. A prompt's
+prefix is computed once: sequences that share it refer to the same slots, which are counted, not copied. Prompts of
+ended sequences stay shareable until their slots are needed, and the first to end is forgotten first; slots that a later
+prompt shares with it stay with that prompt. Memory grows by doubling, up to a bound, and shrinks to the slots of live
+rows when a forward runs out of memory.
 """
 
 import itertools
@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 
 MIN_SHARED_TOKENS = 8  # a shorter common prefix costs more to share than to compute
 GROWTH_STEP = 1024  # capacities are multiples of this, below the bound
-MIN_EXPECTED_REST = 16  # tokens that a live sequence is expected to need still, at least
-SHRUNK_SHARE = 0.75  # of the bound on slots, that stays when a forward has run out of memory
+MIN_EXPECTED_REST = 16  # a live sequence is expected to need at least this many more tokens
+SHRUNK_SHARE = 0.75  # share of the bound on slots that stays after a forward ran out of memory
 UNBOUNDED = 1 << 60
 
 
 @dataclass(frozen=True)
 class RowLease:
-    """A row given to a sequence, of whose text the first `num_shared` tokens are already cached."""
+    """A row given to a sequence; the first `num_shared` tokens of its text are already cached."""
 
     row: int
     num_shared: int
@@ -39,7 +39,7 @@ class RowLease:
 
 @dataclass
 class LayerMemory:
-    """Keys and values of one layer: (num_kv_heads, capacity + 1, head_dim), the last slot being scratch."""
+    """Keys and values of one layer: (num_kv_heads, capacity + 1, head_dim); the last slot is scratch."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -57,34 +57,34 @@ _NO_SLOTS = np.empty(0, np.int32)
 
 
 class KVCache:
-    """Token slots over all layers, of up to `max_rows` live sequences.
+    """Token slots over all layers, for up to `max_rows` live sequences.
 
     Parameters
     ----------
-    max_rows : sequences that can be live at once; also how many ended prompts are kept.
-    max_tokens : bound on slots.
+    max_rows : the most sequences that can be live at once, and the most ended prompts that are remembered.
+    max_tokens : bound on the number of slots.
     """
 
     def __init__(self, max_rows: int, max_tokens: int = UNBOUNDED) -> None:
         self.max_rows = max_rows
         self.max_tokens = max_tokens
         self.lengths = np.zeros(max_rows, np.int64)  # number of committed tokens of each row
-        self.num_committed_slots = 0  # that live rows hold, a shared one counted once
+        self.num_committed_slots = 0  # slots that live rows hold; a shared slot counts once
         self._live = np.zeros(max_rows, bool)
         self._expected = np.zeros(max_rows, np.int64)  # length that each live row is expected to reach
-        self._prefixes: PrefixIndex[_Prefix] = PrefixIndex()  # of live rows, by row
+        self._prefixes: PrefixIndex[_Prefix] = PrefixIndex()  # prefixes of live rows, by row
         self._ended_names = itertools.count()
         self._forget_slots()
 
     def _forget_slots(self) -> None:
-        """No slot is there any more, and nothing is held in one."""
+        """Drop all slots and what they hold."""
         self.free = FreeSlots()
         self.layers: dict[int, LayerMemory] = {}
-        self._table = np.zeros((self.max_rows, 0), np.int32)  # of each row, its slots in text order
+        self._table = np.zeros((self.max_rows, 0), np.int32)  # each row's slots in text order
         self._row_counts = np.zeros(0, np.int32)  # live rows that hold each slot
         self._prefix_counts = np.zeros(0, np.int32)  # remembered prefixes that hold each slot
-        self._reserved = np.empty(0, np.int64)  # not free for as long as a forward runs
-        self._ended: PrefixIndex[_Prefix] = PrefixIndex()  # of rows that ended
+        self._reserved = np.empty(0, np.int64)  # slots of the running forward, not free meanwhile
+        self._ended: PrefixIndex[_Prefix] = PrefixIndex()  # prefixes of ended sequences
 
     @property
     def capacity(self) -> int:
@@ -96,14 +96,14 @@ class KVCache:
 
     @property
     def scratch_slot(self) -> int:
-        """A slot that no sequence ever holds, for padding to write to; another one after the memory has grown."""
+        """A slot that no sequence ever holds, for padding to write to; it changes when the memory grows."""
         return self.capacity
 
     def acquire(self, token_ids: np.ndarray, num_expected: int, shares: bool = True) -> RowLease | None:
         """Give a row to a sequence that will probably have `num_expected` tokens.
 
-        None while there is none free, or no room for what is expected of all. `num_shared` is less than the text's
-        length: its last token is always computed, for its logits; without `shares` it is 0.
+        Returns None if no row is free, or if the expected lengths of all live sequences would not fit. `num_shared` is
+        less than the text's length, as the last token is always computed for its logits; without `shares` it is 0.
         """
         shared, slots = self.longest_prefix(token_ids[:-1]) if shares else (0, _NO_SLOTS)
         num_held = int((self._row_counts[slots] > 0).sum())
@@ -122,7 +122,7 @@ class KVCache:
         return RowLease(row, shared)
 
     def longest_prefix(self, token_ids: np.ndarray) -> tuple[int, np.ndarray]:
-        """How many leading tokens of a text are cached, and their slots; a live row's where it has as many."""
+        """The number of leading tokens of a text that are cached, and their slots, a live row's if it has as many."""
         live, ended = self._prefixes.longest(token_ids), self._ended.longest(token_ids)
         num_shared, donor = ended if ended[0] > live[0] else live
         if donor is None or num_shared < MIN_SHARED_TOKENS:
@@ -134,23 +134,23 @@ class KVCache:
         return self._table[row, : self.lengths[row]]
 
     def make_room(self, num_tokens: int) -> bool:
-        """Whether this many slots are free, after forgetting ended prompts and growing as far as that is needed."""
+        """Forget ended prompts and grow until `num_tokens` slots are free; return whether they are."""
         self._give_back_reserved()
         while self.free.num_free < num_tokens and self._ended:
             self._forget_first()
         return self.free.num_free >= num_tokens or self._grow(num_tokens - self.free.num_free)
 
     def grow_to(self, num_tokens: int) -> None:
-        """Have so many slots now, as far as bound and device allow it: later growth moves keys, which voids graphs."""
+        """Grow to `num_tokens` slots, as far as bound and device allow: growing later moves keys and voids graphs."""
         bound = self.max_tokens
         missing = min(num_tokens, bound) - self.capacity
         if missing > 0 and not self._grow(missing):
-            self.max_tokens = bound  # less may still be had, when it is needed
+            self.max_tokens = bound  # a smaller growth may still succeed when it is needed
 
     def reserve(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Free slots, int64[sum of counts]: for the next forward to write, free until committed.
+        """Reserve free slots for the next forward to write, int64[sum of counts]; those not committed are freed.
 
-        Raises MemoryError: there are not as many, which `make_room` would have said.
+        Raises MemoryError: there are not enough, in which case `make_room` returns False.
         """
         counts = np.asarray(counts)
         total = int(counts.sum())
@@ -173,7 +173,7 @@ class KVCache:
         return slots
 
     def commit(self, rows: np.ndarray, counts: np.ndarray, slots: np.ndarray) -> None:
-        """Keep what was written to so many `slots` of each row, in text order; other reserved slots are free again."""
+        """Append `counts` of `slots`, in text order, to each of `rows`; the other reserved slots become free."""
         lengths = self.lengths[rows]
         columns = np.arange(len(slots)) + np.repeat(lengths - (np.cumsum(counts) - counts), counts)
         self._widen_table(int((lengths + counts).max()))
@@ -186,7 +186,7 @@ class KVCache:
         self._give_back_reserved()
 
     def remember_prefix(self, row: int, token_ids: np.ndarray) -> None:
-        """State that a row's text begins with these tokens, so that later ones may share their slots."""
+        """Record that a row's text begins with these tokens, so that later texts may share their slots."""
         assert len(token_ids) <= self.lengths[row]
         previous = self._prefixes[row]
         new = self._table[row, len(previous.slots) : len(token_ids)].copy()
@@ -194,7 +194,7 @@ class KVCache:
         self._remember(row, token_ids, np.concatenate((previous.slots, new)))
 
     def release(self, row: int) -> None:
-        """End a sequence. Its remembered prefix stays shareable until its place is needed."""
+        """End a sequence. Its remembered prefix stays shareable until its slots are needed."""
         assert self._live[row], "a row was released twice"
         slots = self.slots_of(row)
         self._row_counts[slots] -= 1
@@ -209,17 +209,17 @@ class KVCache:
             self._forget_first()
 
     def drop_prefixes(self) -> None:
-        """Share nothing any more of sequences that have ended; their slots are free."""
+        """Forget the prefixes of ended sequences, which frees their slots."""
         while self._ended:
             self._forget_first()
 
     @torch.inference_mode()
     def shrink(self, min_tokens: int = 0) -> None:
-        """Give memory back that live rows do not need, after a forward that ran out of it.
+        """Release memory that live rows do not need, after a forward that ran out of it.
 
         Ended prompts are forgotten, and slots of live rows move to the beginning of the memory. The bound on slots
-        sinks, so that later growth leaves room for forwards; but not below `min_tokens`. Slots that a caller still has
-        of a forward are void.
+        falls, though not below `min_tokens`, so that later growth leaves room for forwards. Slots that were reserved
+        for an earlier forward become invalid.
         """
         self._give_back_reserved()
         self.drop_prefixes()
@@ -232,12 +232,12 @@ class KVCache:
             try:
                 self._move_below(capacity)
                 self._cut(capacity)
-            except Exception as error:  # both leave a cache that is whole
+            except Exception as error:  # either failure leaves the cache consistent
                 if not is_out_of_memory(error):
                     raise
                 logger.warning("the KV cache cannot give memory back: there is none for a copy of a layer's")
 
-    @torch.inference_mode()  # as the forwards that write here
+    @torch.inference_mode()  # like the forwards that write here
     def write(self, layer: int, index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> LayerMemory:
         """Store new keys and values, (num_kv_heads, num_tokens, head_dim) each, at an index on their device."""
         cache = self.layers.get(layer)
@@ -249,11 +249,11 @@ class KVCache:
         return cache
 
     def bytes_per_token(self) -> int:
-        """Memory of one slot over all layers that were written so far."""
+        """Bytes of one slot over all layers that were written so far."""
         return sum(tensor[:, 0].numel() * tensor.element_size() for tensor in self._tensors())
 
     def _expects_room(self, num_tokens: int) -> bool:
-        """Whether so many more tokens fit beside what the live rows are expected to grow to."""
+        """Whether `num_tokens` more fit besides the lengths that the live rows are expected to reach."""
         if not self._live.any():
             return True
         expected_growth = np.maximum(self._expected - self.lengths, MIN_EXPECTED_REST)[self._live].sum()
@@ -263,7 +263,7 @@ class KVCache:
         self._prefixes.put(row, token_ids, _Prefix(np.array(token_ids, np.int32), slots))
 
     def _forget_first(self) -> None:
-        """Free the slots that only the first prefix to end still held."""
+        """Forget the prefix that ended first, and free the slots that only it held."""
         slots = self._ended.pop_first().slots
         self._prefix_counts[slots] -= 1
         unheld = (self._prefix_counts[slots] == 0) & (self._row_counts[slots] == 0)
@@ -280,7 +280,7 @@ class KVCache:
             self._table = np.hstack((self._table, more))
 
     def _grow(self, num_tokens: int) -> bool:
-        """Add at least so many slots, if bound and device allow it; if the device does not, the bound sinks."""
+        """Add at least `num_tokens` slots if bound and device allow it; if the device does not, lower the bound."""
         least = self.capacity + num_tokens
         if least > self.max_tokens:
             return False
@@ -312,7 +312,7 @@ class KVCache:
                     setattr(cache, name, grown)
 
     def _move_below(self, capacity: int) -> None:
-        """Move what is held in slots from `capacity` on to free ones below it, of which there are enough."""
+        """Move the contents of held slots from `capacity` on to free slots below it; there must be enough of these."""
         sources = self.free.held_from(capacity)
         targets = self.free.free_below(capacity)[: len(sources)]
         if tensors := self._tensors():
@@ -320,7 +320,7 @@ class KVCache:
             for tensor in tensors:
                 tensor.index_copy_(1, new, tensor.index_select(1, old))
         moved = np.arange(self.capacity, dtype=np.int32)
-        moved[capacity:] = 0  # what rows of the table still name behind their ends
+        moved[capacity:] = 0  # stale entries of the table after the ends of rows
         moved[sources] = targets
         self._table = moved[self._table]
         for prefix in self._prefixes.values():

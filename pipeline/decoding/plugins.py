@@ -1,4 +1,4 @@
-"""Drafters and verifiers that other packages bring, as the configuration sees them: no torch, no model.
+"""Drafters and verifiers that other packages provide, as the configuration sees them: no torch, no model.
 
 A package declares them by entry points in the groups `laserbatch.drafters` and `laserbatch.verifiers`. In the
 signatures below `decoding` is a `DecodingSettings`, `target` a `LoadedModel`; settings import this module.
@@ -16,20 +16,20 @@ RULES = ("greedy", "top_k", "probability", "relaxed")  # verifiers that are buil
 
 
 class LoadedDrafter(Protocol):
-    """What a plug-in has loaded for a target model."""
+    """A plug-in drafter that is loaded for a target model."""
 
     @property
     def bytes_per_token(self) -> int:
-        """Memory of one token of a text in its own KV caches."""
+        """Bytes that one token of a text takes in the drafter's own KV caches."""
         ...
 
     def drafters(self, decoding: Any, budget: Any, max_tokens: int) -> list[Any]:
-        """New `Drafter`s, which know no text yet; each KV cache of theirs holds at most `max_tokens`."""
+        """New `Drafter`s, which know no text yet; each of their KV caches holds at most `max_tokens`."""
         ...
 
 
 class DrafterPlugin:
-    """A drafter that a package brings. An entry point may also name a `Drafter` class that takes no arguments.
+    """A drafter that a package provides. An entry point may also name a `Drafter` class that takes no arguments.
 
     Attributes
     ----------
@@ -41,15 +41,15 @@ class DrafterPlugin:
     is_calibrated: ClassVar[bool] = False
 
     def check(self, options: Any, decoding: Any) -> None:
-        """Raise ValueError where its options, and those of decoding, contradict each other."""
+        """Raise ValueError if its options and those of decoding contradict each other."""
 
     def load(self, options: Any, decoding: Any, target: Any) -> LoadedDrafter:
-        """Load what it drafts with. Raises ModelError: it cannot be read, or does not fit the target."""
+        """Load the models that it drafts with. Raises ModelError: one cannot be read, or does not fit the target."""
         raise NotImplementedError
 
 
 class VerifierPlugin:
-    """A rule of acceptance that a package brings.
+    """A rule of acceptance that a package provides.
 
     `samples` : whether it needs a temperature above 0 and its texts are samples of the model.
     """
@@ -57,7 +57,7 @@ class VerifierPlugin:
     samples: ClassVar[bool] = False
 
     def check(self, decoding: Any) -> None:
-        """Raise ValueError where the options of decoding do not fit it."""
+        """Raise ValueError if the options of decoding do not fit it."""
 
     def make(self, decoding: Any) -> Any:
         """The `Verifier`."""
@@ -79,11 +79,11 @@ class _OneClass(DrafterPlugin):
 
 
 def drafter_plugin(name: str) -> DrafterPlugin:
-    """The drafter of a name that is not built in. Raises UnknownPlugin."""
+    """The drafter of this name that another package provides. Raises UnknownPlugin."""
     plugin = load_plugin("drafters", name, TEXT_SOURCES)
     return plugin if isinstance(plugin, DrafterPlugin) else _OneClass(plugin)
 
 
 def verifier_plugin(name: str) -> VerifierPlugin:
-    """The rule of a name that is not built in. Raises UnknownPlugin."""
+    """The rule of this name that another package provides. Raises UnknownPlugin."""
     return load_plugin("verifiers", name, RULES)

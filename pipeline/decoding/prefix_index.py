@@ -1,7 +1,7 @@
-"""Which of many texts begins most like another: a few comparisons, however many there are.
+"""An index that finds the text with the longest common prefix in a few comparisons, however many texts it has.
 
-Asked for each text that is admitted: looking at every one took several milliseconds at a batch of 256. Texts are in
-sorted order, where the one with the longest beginning in common with any other stands next to it.
+It is queried for each admitted text; comparing with every text took several milliseconds at a batch of 256. The texts
+are sorted, so the one that shares the longest prefix with a text is a neighbour of that text's place.
 """
 
 from bisect import bisect_left, insort
@@ -13,10 +13,10 @@ Held = TypeVar("Held")
 
 
 class PrefixIndex(Generic[Held]):
-    """Texts of token ids, each with a name, which is a number, and with what is held for it."""
+    """Texts of token ids, each with a name, which is a number, and a value that is held for it."""
 
     def __init__(self) -> None:
-        self._texts: dict[int, tuple[bytes, Held]] = {}  # the first to come first
+        self._texts: dict[int, tuple[bytes, Held]] = {}  # in order of insertion
         self._sorted: list[tuple[bytes, int]] = []
 
     def __len__(self) -> int:
@@ -29,11 +29,11 @@ class PrefixIndex(Generic[Held]):
         return self._texts[name][1]
 
     def values(self) -> list[Held]:
-        """What is held, that of the first to come first."""
+        """The held values, in order of insertion."""
         return [held for _, held in self._texts.values()]
 
     def put(self, name: int, token_ids: np.ndarray, held: Held) -> None:
-        """Keep a text, int32[n], in place of the one of this name, if there is one."""
+        """Add a text, int32[n], with its value; a text of the same name is replaced."""
         if name in self._texts:
             self.pop(name)
         key = _key(token_ids)
@@ -49,9 +49,9 @@ class PrefixIndex(Generic[Held]):
         return self.pop(next(iter(self._texts)))
 
     def longest(self, token_ids: np.ndarray) -> tuple[int, Held | None]:
-        """The most leading tokens that a text shares with `token_ids`, int32[n], and its entry; (0, None) for none.
+        """The length of the longest prefix that a text shares with `token_ids`, int32[n], and its value, or (0, None).
 
-        Among texts that share as many, a neighbour in sorted order is returned, whatever the order of insertion.
+        Among texts that share equally many tokens, a neighbour in sorted order is taken, whatever was added first.
         """
         key = _key(token_ids)
         place = bisect_left(self._sorted, (key,))
@@ -64,12 +64,12 @@ class PrefixIndex(Generic[Held]):
 
 
 def _key(token_ids: np.ndarray) -> bytes:
-    """Sorts texts token by token, single tokens in any order."""
+    """A sort key that compares texts token by token; the order of single tokens is arbitrary."""
     return np.ascontiguousarray(token_ids, np.int32).tobytes()
 
 
 def _num_shared(first: bytes, second: bytes) -> int:
-    """Leading tokens that two keys have in common."""
+    """The number of leading tokens that two keys have in common."""
     length = min(len(first), len(second))
     if first[:length] == second[:length]:
         return length // 4

@@ -1,4 +1,4 @@
-"""Recovery from a failed step: fewer sequences go on, or only those fail that cannot be run alone.
+"""Recovery from a failed step: fewer sequences go on, or only the sequences fail that cannot be run alone.
 
 It calls the engine's `_execute`, `_verify` and `_update` again, and reads its cache.
 """
@@ -23,7 +23,7 @@ Outcomes = dict[DecodingSequence, str | GenerationFailure]  # of the sequences t
 
 
 def recover(engine, step: Step, stream: Stream, error: Exception) -> Outcomes:
-    """A step failed: where memory ran out, fewer sequences go on; else those fail that cannot be run alone.
+    """Recover from a failed step: if memory ran out, fewer sequences go on; otherwise each sequence is run alone.
 
     Raises DeviceLost: no step can be run any more, whatever the sequence.
     """
@@ -44,9 +44,9 @@ def recover(engine, step: Step, stream: Stream, error: Exception) -> Outcomes:
 
 
 def without_drafts(engine, step: Step, accepted: list[Acceptance | None], stream: Stream) -> Outcomes:
-    """Where logits are not finite, a draft may have spoiled them: such a sequence takes the step again without one.
+    """Repeat the step without a draft for sequences whose logits are not finite, since a draft may have spoiled them.
 
-    It fails where it had none.
+    A sequence that had no draft fails.
     """
     outcomes, alone = {}, []
     for i in (i for i, acceptance in enumerate(accepted) if acceptance is None):
@@ -59,7 +59,7 @@ def without_drafts(engine, step: Step, accepted: list[Acceptance | None], stream
 
 
 def fail_alone(cache: KVCache, sequence: DecodingSequence) -> Outcomes:
-    """A lone sequence has no room, since memory for what its limit promised could not be had.
+    """Fail a lone sequence that has no room, because the device lacks the memory that the cache's bound promised.
 
     Raises RuntimeError: another stream of the same engine holds the room.
     """
@@ -69,14 +69,14 @@ def fail_alone(cache: KVCache, sequence: DecodingSequence) -> Outcomes:
 
 
 def _one_by_one(engine, steps: list[Step], stream: Stream) -> Outcomes:
-    """Steps of one sequence each, so that only those fail that cannot be run."""
+    """Run steps of one sequence each, so that only the sequences fail whose step cannot be run."""
     outcomes: Outcomes = {}
     for step in steps:
         torch.cuda.empty_cache()
         try:
             engine._execute(step)
             accepted = engine._verify(step, stream.verifier)
-        except Exception as error:  # whatever the model meets in a text is that row's failure; others go on
+        except Exception as error:  # whatever the error, only this text fails; others go on
             require_device(error)
             outcomes |= _failed(step.sequences[0], f"model-error: {type(error).__name__}: {first_line(error)}")
             continue
@@ -85,7 +85,7 @@ def _one_by_one(engine, steps: list[Step], stream: Stream) -> Outcomes:
 
 
 def require_device(error: Exception) -> None:
-    """Raises DeviceLost: the error leaves no device to go on with, so that no text is to blame for it."""
+    """Raise DeviceLost if an error leaves no device to go on with, so that no text is to blame for it."""
     if isinstance(error, DeviceLost):
         raise error
     if is_device_lost(error):
@@ -99,7 +99,7 @@ def _give_memory_back(engine, step: Step, scheduler: Scheduler, error: Exception
     if engine.runner.buffered is not None:
         engine.runner.buffered.drop_graphs()
     engine.cache.shrink(scheduler.max_tokens_of_a_text())
-    engine.num_forwards += 1  # the slots of a step that another stream submitted were moved: it is done anew
+    engine.num_forwards += 1  # a step that another stream submitted runs again, since its slots were moved
     torch.cuda.empty_cache()
 
 

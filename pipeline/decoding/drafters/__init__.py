@@ -1,4 +1,4 @@
-"""Ways to draft, a file each; the engine cuts their trees to the budget and has them verified."""
+"""Drafters, one per file; the engine cuts their trees to the budget and verifies them."""
 
 from laserbatch.pipeline.decoding.drafters.drafter import Drafter, NoDrafter, Observation
 from laserbatch.pipeline.decoding.drafters.named import drafter_from, load_plugin_drafters

@@ -1,4 +1,4 @@
-"""Several drafters' trees as one, under one estimate of acceptance."""
+"""Merges the trees of several drafters into one tree, ranked by estimated acceptance."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ ORDER: tuple[Observes, ...] = ("nothing", "decode", "prefill")
 
 
 class BlendedDrafter(Drafter):
-    """All that some drafters propose: equal paths are one, with the larger estimate; the likeliest nodes stay.
+    """The proposals of several drafters: equal paths are merged, with the larger estimate; the likeliest nodes stay.
 
-    Where one of them draws its nodes, that is the first, and what it drew stays whole.
+    A drafter that samples its nodes must be the first; they stay whole, as their estimated acceptance is 1.
     """
 
     def __init__(self, drafters: Sequence[Drafter], max_nodes: int = MAX_NODES) -> None:
@@ -35,7 +35,7 @@ class BlendedDrafter(Drafter):
 
 
 def blend(drafts: Sequence[TreeBatch], max_nodes: int) -> TreeBatch:
-    """The union of some drafters' trees of the same sequences, of each tree the `max_nodes` likeliest nodes."""
+    """The union of several drafters' trees for the same sequences, cut to the `max_nodes` likeliest nodes of each."""
     sizes, parts, placed = [], [], []
     for number in range(drafts[0].num_trees):
         columns, places = union([draft[number] for draft in drafts])
@@ -60,7 +60,7 @@ def blend(drafts: Sequence[TreeBatch], max_nodes: int) -> TreeBatch:
 def union(trees) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
     """Merge trees: the union's tokens, parents, log acceptance and sources, and the places of the first tree's nodes.
 
-    The parent of a node below the root is the last place, -1.
+    The parent of a node that follows the root is ROOT, -1.
     """
     places: dict[tuple[int, int], int] = {}
     tokens, parents, acceptance, sources = [], [], [], []

@@ -15,12 +15,12 @@ Observes = Literal["nothing", "decode", "prefill"]
 
 @dataclass(frozen=True)
 class Observation:
-    """What the target computed in a step that has been committed; its tensors hold until the next forward.
+    """The target's results in a committed step; the tensors are valid until the next forward.
 
-    `sequences` took part, with `trees`. The n tokens that stay, of each sequence in text order: `sequence_of` int64[n],
-    `positions` int32[n] in its text, and `hidden` (n, hidden_size), the target's last hidden states, which its output
-    layer reads. `rows` has logits after each sequence's last committed token, row `starts[i]`, and after node j of its
-    tree, row `starts[i] + 1 + j`.
+    `sequences` took part, with the drafts `trees`. The n committed tokens, in text order within each sequence, have
+    `sequence_of` int64[n], an index in `sequences`; `positions` int32[n] in its text; `hidden` (n, hidden_size), the
+    target's last hidden states, which its output layer reads. `rows` has logits: row `starts[i]` after the token before
+    the tree of sequence i, row `starts[i] + 1 + j` after node j of that tree.
     """
 
     sequences: list[DecodingSequence]
@@ -48,14 +48,14 @@ class Drafter:
         return EMPTY_TREE
 
     def draft_all(self, sequences: list[DecodingSequence], max_depths: list[int]) -> TreeBatch:
-        """A tree for each sequence, which has room for so many tokens of a draft; deeper ones are cut."""
+        """A tree for each sequence; nodes deeper than its entry of `max_depths`, the room in its text, are cut."""
         return TreeBatch.of([self.draft(sequence) for sequence in sequences])
 
     def observe(self, observation: Observation) -> None:
         """Called after a step whose tokens were committed, for the steps that `observes` names."""
 
     def forget(self, sequence: DecodingSequence) -> None:
-        """Drop what is held for a sequence that has ended."""
+        """Drop the state of a sequence that has ended."""
 
 
 class NoDrafter(Drafter):

@@ -1,4 +1,4 @@
-"""The drafter that settings name: over texts, beside those that other packages bring."""
+"""The drafter that settings name: it drafts from texts, together with drafters that other packages provide."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 
 
 def load_plugin_drafters(settings: DecodingSettings, target: LoadedModel | None) -> list[LoadedDrafter]:
-    """What the drafters of other packages have loaded for a target, in the order in which settings name them.
+    """Load the drafters of other packages for a target, in the order in which the settings name them.
 
     Raises ModelError: one cannot be read, or does not fit the target.
     """
@@ -28,19 +28,19 @@ def drafter_from(
     plugins: Sequence[LoadedDrafter] | None = None,
     max_tokens: int = UNBOUNDED,
 ) -> Drafter:
-    """The drafter over a pool or none.
+    """The drafter that the settings name, over a pool if there is one.
 
     Parameters
     ----------
-    budget : None is that of the settings.
-    plugins : None loads those that need no target model.
-    max_tokens : bound of each KV cache that a drafter has.
+    budget : None: the settings' budget.
+    plugins : None loads the plug-in drafters without a target model.
+    max_tokens : bound on the tokens of each drafter's KV cache.
     """
     budget = budget or Budget.of(settings)
     if budget.max_draft_tokens == 0:
         return NoDrafter()
     plugins = plugins or load_plugin_drafters(settings, None)
-    # A drafter that samples its drafts comes first, as `BlendedDrafter` wants it.
+    # A drafter that samples its nodes comes first, as `BlendedDrafter` requires.
     drafters = [drafter for plugin in plugins for drafter in plugin.drafters(settings, budget, max_tokens)]
     if settings.text_sources:
         limits = budget.max_draft_tokens, budget.min_acceptance

@@ -6,14 +6,14 @@ from laserbatch.pipeline.decoding.token_tree import MAX_DEPTH, TokenTree, TreeBa
 
 
 class RetrievalDrafter(Drafter):
-    """Proposes what follows in a pool, the entity's previous text, its prompt and its output (LASER; SuffixDecoding).
+    """Proposes continuations from a pool, the entity's previous text, its prompt and output (LASER; SuffixDecoding).
 
     Parameters
     ----------
     pool : `retrieval_pools` pool, or None to draft from the sequence's own text alone.
     sources : which of "previous", "prompt", "output", "pool" may be drafted from.
-    max_nodes, min_acceptance : limit of a draft's tokens, and of the estimated acceptance of a node's path.
-    num_threads : threads that draft side by side (`Engine.num_draft_threads` says how many gain anything).
+    max_nodes, min_acceptance : limits on a draft's tokens, and on the estimated acceptance of a node's path.
+    num_threads : threads that draft in parallel (`Engine.num_draft_threads` says how many are worth while).
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class RetrievalDrafter(Drafter):
         min_acceptance: float = 0.07,
         num_threads: int = 1,
     ) -> None:
-        from laserbatch.retrieval_pools.draft import DraftOptions, draft_batch  # compiled; plain decoders go without
+        from laserbatch.retrieval_pools.draft import DraftOptions, draft_batch  # compiled; plain decoding goes without
 
         self._draft_batch = draft_batch
         self._pool = pool if "pool" in sources else None

@@ -1,4 +1,4 @@
-"""Verification without loss; LASER's relaxed one, and either half of it alone."""
+"""Greedy verification, which is lossless; LASER's relaxed verification; and each of its two conditions alone."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -22,10 +22,10 @@ class Greedy:
 
 @dataclass(frozen=True)
 class Relaxed:
-    """Accept what is among the k most probable tokens and has more than `min_probability` (LASER, Eq. 8).
+    """Accept a token that is among the k most probable and above `min_probability` (LASER, Eq. 8).
 
-    With 0 the first is asked alone, tokens tied with the k-th being among them (Eq. 7); without `k` the second alone.
-    With k = 1, or a threshold that no other token reaches, this is greedy verification.
+    With `min_probability` 0 only the first condition counts (Eq. 7; ties with the k-th are among them), with `k` None
+    only the second. With k = 1, or a threshold that no other token reaches, this is greedy verification.
     """
 
     k: int | None = 2
@@ -57,7 +57,7 @@ def verifier_from(settings: DecodingSettings) -> Verifier:
 def among_top_k(logits, choices, parents, token_ids, k: int) -> torch.Tensor:
     """Whether a token's logit is at least the k-th largest after its parent: bool[num_nodes].
 
-    For k = 1 none is: the choice itself is accepted anyway, and a tie with it is not the choice.
+    False for k = 1: the choice itself is accepted anyway, and a token tied with it is not the choice.
     """
     if k == 1:
         return torch.zeros_like(token_ids, dtype=torch.bool)
@@ -68,7 +68,7 @@ def among_top_k(logits, choices, parents, token_ids, k: int) -> torch.Tensor:
 
 
 def largest_beside(logits: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
-    """Each row's largest logit but that of its choice: (num_rows,). What it does to logits meanwhile it undoes."""
+    """Each row's largest logit other than its choice's: (num_rows,). `logits` change meanwhile and are restored."""
     if logits.device.type != "cpu" or logits.dtype != torch.float32:
         return logits.scatter(1, choices[:, None], -math.inf).amax(-1)
     values, places = logits.numpy(), (np.arange(len(logits)), choices.numpy())  # numpy's maximum is vectorised

@@ -1,7 +1,7 @@
-"""What every rule has in common: what it is asked, what it says, and what it may look at.
+"""The contract of verification rules: the nodes to judge, the target's logits, and the verdicts.
 
 A rule is a small pure function of the target's logits, over all sequences' nodes. Every rule accepts the target's own
-choice (its argmax). It knows nothing of paths: `acceptance.py` takes the longest one of accepted nodes.
+choice (its argmax). It knows nothing of paths: `acceptance.py` takes the longest path of accepted nodes.
 """
 
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ class DraftedNodes:
 
 @dataclass(frozen=True)
 class NodeVerdicts:
-    """What a rule says about each drafted node, on the device.
+    """A rule's verdicts on the drafted nodes, on the device.
 
-    `accepted` bool[num_nodes]: acceptable after its parent. `log_probability` float32[num_nodes]: of the node's token
-    under the target, to choose between paths; zeros where a rule accepts at most one token after each parent.
+    `accepted` bool[num_nodes]: whether the node may follow its parent. `log_probability` float32[num_nodes]: the log
+    probability of its token under the target, which decides between paths; 0 if a rule accepts one token per parent.
     """
 
     accepted: torch.Tensor
@@ -36,15 +36,15 @@ class NodeVerdicts:
 
 
 class Verifier(Protocol):
-    """A rule. Its method `may_end(is_loose, trees)`, if it has one, says at which nodes paths may end: bool[n], as
-    `is_loose`, the nodes whose token is not the target's choice."""
+    """A rule. Its optional method `may_end(is_loose, trees)` says at which nodes paths may end, bool[n]; `is_loose`,
+    bool[n], marks nodes whose token is not the target's choice."""
 
     def __call__(self, logits: torch.Tensor, choices: torch.Tensor, nodes: DraftedNodes) -> NodeVerdicts:
         """Judge nodes by the target's logits after their parents.
 
         Parameters
         ----------
-        logits : (num_parents, vocab_size), the target's after each place that has drafts behind it.
+        logits : (num_parents, vocab_size), the target's logits after each token that nodes follow.
         choices : int64[num_parents], their argmax.
         """
         ...
