@@ -1,1 +1,1 @@
-"""How much a run drafts: what a step costs on this machine, what drafts gain, and the choice by both."""
+"""The draft budget of a run: the cost of a step on this machine, the gain of drafts, and the choice by both."""

@@ -1,8 +1,8 @@
-"""The choice of a budget: how large a tree may get, and how likely a token's path must be accepted to be drafted.
+"""The choice of a budget: the largest tree, and the least estimated acceptance of a drafted token's path.
 
-What a sequence is offered depends on this pair and on the sequence alone, so the pair is fixed for a run. It is chosen
-for the most tokens a second, from what a step costs here and what replays of the pool's texts gained. Ends of shards
-and prompts are not counted: with fewer texts side by side drafts gain more, and prompts take the same time either way.
+The drafts of a sequence depend on this pair and on the sequence alone, so the pair is fixed for a run. It is chosen for
+the most tokens per second, from the cost of a step here and the gain in replays of the pool's texts. Ends of shards and
+prompts are not counted: with fewer texts at once drafts gain more, and prompts take the same time either way.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,13 +22,13 @@ EXAMPLE = (
     "steps: [{batch_size: 16, num_tokens: 16, seconds: 0.0043}, {batch_size: 16, num_tokens: 256, seconds: 0.0064}]"
 )
 PLAIN = Budget(0, 1.0)
-MIN_GAIN = 1.1  # with less predicted gain, plain decoding is the safer choice: gains were 10 to 35 % lower
-AS_GOOD = 0.995  # of the best predicted speed
-# Highest threshold under a relaxed rule. A text follows what it is offered, which replays of fixed texts cannot know:
-# they would have thresholds of 0.4 to 0.9 for long answers, where 0.07 was faster (`benchmarks/engine.py --quick`).
+MIN_GAIN = 1.1  # with less predicted gain, plain decoding is safer: measured gains were 10 to 35 % below predictions
+AS_GOOD = 0.995  # share of the best predicted speed that counts as equally fast
+# Highest threshold under a relaxed rule. A text then follows its drafts, which replays of fixed texts cannot show: they
+# would choose thresholds of 0.4 to 0.9 for long answers, where 0.07 was faster (`benchmarks/engine.py --quick`).
 MAX_RELAXED_ACCEPTANCE = 0.1
-# Uncalibrated estimates from a sequence's own texts held for 0.45 to 1 of what they said in most bands of two
-# collections of published texts; in a few for less.
+# Actual over estimated acceptance, for uncalibrated estimates from a sequence's own texts: in two collections of
+# published texts it was 0.45 to 1 in most bands, and less in a few.
 UNCHECKED_TRUST = 0.5
 UNCHECKED_SIZE = 16  # largest tree where nothing was replayed
 MAX_LOOKUP_OVERHEAD = 0.01  # share of a plain step that looking for drafts may cost where none is found
@@ -41,7 +41,7 @@ class ChosenBudget:
 
 
 def budget_step_cost(decoding: DecodingSettings, measure: Callable[[], StepCost]) -> StepCost | None:
-    """The configured cost of steps, or the measured one; None where the configuration leaves nothing to choose."""
+    """The configured cost of steps, or the measured one; None if the configuration leaves nothing to choose."""
     is_configured = decoding.max_draft_tokens is not None and decoding.min_acceptance is not None
     drafts = decoding.drafters and decoding.max_draft_tokens != 0
     if decoding.engine == "vllm" or decoding.verifier_samples or is_configured or not drafts:
@@ -52,24 +52,24 @@ def budget_step_cost(decoding: DecodingSettings, measure: Callable[[], StepCost]
 def read_step_cost(path: Path) -> StepCost:
     """A step cost that was measured here or elsewhere, from YAML or JSON.
 
-    Raises ConfigError: the file is not there, is neither, or does not hold what `StepCost` describes.
+    Raises ConfigError: the file is missing, is neither YAML nor JSON, or does not hold a `StepCost`.
     """
     data = read_yaml(path, "step cost", f"expected such as `{EXAMPLE}`")
     return validated(StepCost, data, f"{path} is not a step cost", f". Expected such as `{EXAMPLE}`")
 
 
 def side_budget(decoding: DecodingSettings, pool, step_cost: StepCost | None, share_changed: float) -> ChosenBudget:
-    """The budget of one side that writes the most tokens a second. The same arguments give the same budget.
+    """The budget of one side that writes the most tokens per second. The same arguments give the same budget.
 
-    With the replays of a calibrated pool, speed is predicted for every budget of their grid and for none. Without them
-    a token is drafted where its acceptance is likelier than what it costs: the threshold is the price of a packed token
-    in plainly decoded ones (the Lagrange multiplier of tokens per second), and twice that where estimates were never
-    checked. Of the configured numbers one is kept, and the other one is chosen for it.
+    With the replays of a calibrated pool, speed is predicted for every budget of their grid and for plain decoding.
+    Without them a token is drafted if its probability of acceptance exceeds its price: the threshold is the price of a
+    packed token in plainly decoded ones (the Lagrange multiplier of tokens per second), and twice that if estimates
+    were never checked. If one of the two numbers is configured it is kept, and the other one is chosen for it.
 
     Parameters
     ----------
-    pool : what is drafted from beside a sequence's own texts, or None.
-    step_cost : measured; of its batch sizes the largest that is not above the configured one is used. None: the
+    pool : the pool that is drafted from besides a sequence's own texts, or None.
+    step_cost : the measured cost, used at its largest batch size that is not above the configured one. None: the
         configuration leaves nothing to choose.
     share_changed : share of the sequences that have a previous text.
     """
@@ -107,9 +107,9 @@ def side_budget(decoding: DecodingSettings, pool, step_cost: StepCost | None, sh
 
 
 def by_step(decoding: DecodingSettings, chosen: ChosenBudget) -> ChosenBudget:
-    """A side's chosen budget; under greedy verification, all that may pay, of which each step is given what does.
+    """A side's chosen budget; under greedy verification the largest one, from which each step verifies what pays.
 
-    Its forecast stays that of the best fixed budget.
+    The forecast stays that of the best fixed budget.
     """
     is_open = decoding.max_draft_tokens is None and decoding.min_acceptance is None and decoding.step_cost is None
     if decoding.verifier != "greedy" or decoding.engine == "vllm" or not is_open or not decoding.drafters:
@@ -119,7 +119,7 @@ def by_step(decoding: DecodingSettings, chosen: ChosenBudget) -> ChosenBudget:
 
 
 def configured_budget(budget: Budget, pool, sources: Sequence[str], share_changed: float) -> ChosenBudget:
-    """A budget that somebody gave, with what replays say of the nearest one of their grid."""
+    """A configured budget, with the forecast of replays for the nearest budget of their grid."""
     forecast = BudgetForecast("given in the configuration")
     cells = replayed_cells(pool, sources, share_changed)
     if cells and budget.max_draft_tokens:
@@ -134,9 +134,9 @@ def known_batch_size(step_cost: StepCost, batch_size: int) -> int:
 
 
 def step_seconds(step_cost: StepCost, batch_size: int, cell: BudgetCell) -> float:
-    """Mean of a full batch's steps: one text's tree as large as it falls, beside others of the mean size.
+    """Mean seconds of a full batch's step: one text's tree has each size by its share, all others the mean size.
 
-    A step's cost is not linear where a kernel changes, so that alone (batch 1) a mean would not do.
+    A step's cost is not linear where a kernel changes, so the mean size alone would mislead at batch 1.
     """
     num_drafted = np.array(SIZE_KNOTS) + (batch_size - 1) * cell.mean_drafted
     verified_s = float(np.array(cell.size_shares) @ step_cost.seconds(batch_size, batch_size + num_drafted))
@@ -144,7 +144,7 @@ def step_seconds(step_cost: StepCost, batch_size: int, cell: BudgetCell) -> floa
 
 
 def replayed_cells(pool, sources: Sequence[str], share_changed: float) -> list[BudgetCell]:
-    """What replays of texts as they are going to be written gained; none where nothing fits."""
+    """The gains of each budget in replays of texts like those to be written; empty if no replay fits."""
     curve = None if pool is None else pool.budgets
     if curve is None or curve.new is None or set(curve.sources) != set(sources):
         return []
@@ -154,14 +154,14 @@ def replayed_cells(pool, sources: Sequence[str], share_changed: float) -> list[B
 
 
 def _mixed(new: BudgetCell, changed: BudgetCell, share_changed: float) -> BudgetCell:
-    """Average a budget's replays over new and changed texts; shares of texts are taken for those of tokens."""
-    steps = np.array([(1 - share_changed) / new.tokens_per_step, share_changed / changed.tokens_per_step])  # a token
+    """Average a budget's replays over new and changed texts; shares of texts are used as shares of tokens."""
+    steps = np.array([(1 - share_changed) / new.tokens_per_step, share_changed / changed.tokens_per_step])  # per token
     shares = steps @ np.array([new.size_shares, changed.size_shares]) / steps.sum()
     return new.model_copy(update={"tokens_per_step": 1 / steps.sum(), "size_shares": tuple(shares.tolist())})
 
 
 def plain_pace(pool, share_changed: float) -> float:
-    """Tokens a step without drafts, of texts as they are going to be written; more than 1 where a form appends some."""
+    """Tokens per step without drafts, for texts like those to be written; above 1 if a grammar appends tokens."""
     curve = None if pool is None else pool.budgets
     if curve is None or curve.new is None:
         return 1.0
@@ -170,7 +170,7 @@ def plain_pace(pool, share_changed: float) -> float:
 
 
 def _fastest(step_cost: StepCost, batch_size: int, cells: Sequence[BudgetCell], pace_of_plain: float) -> ChosenBudget:
-    """Among budgets about as fast as the fastest choose the one that drafts least, so that noise decides less often."""
+    """Of the budgets about as fast as the fastest, the one that drafts least, so that noise decides less often."""
     plain_s = step_cost.plain_seconds(batch_size) / pace_of_plain
     speed_ups = [plain_s * cell.tokens_per_step / step_seconds(step_cost, batch_size, cell) for cell in cells]
     among_best = [pair for pair in zip(cells, speed_ups, strict=True) if pair[1] >= max(speed_ups) * AS_GOOD]
@@ -183,7 +183,7 @@ def _fastest(step_cost: StepCost, batch_size: int, cells: Sequence[BudgetCell], 
 def _nearest(
     cells: Sequence[BudgetCell], max_draft_tokens: int | None, min_acceptance: float | None
 ) -> list[BudgetCell]:
-    """The cells whose numbers are nearest to those that are not None."""
+    """The cells nearest to the given numbers; None is near to all."""
     for name, value in (("max_draft_tokens", max_draft_tokens), ("min_acceptance", min_acceptance)):
         if value is not None and cells:
             nearest = min((abs(getattr(cell, name) - value), getattr(cell, name)) for cell in cells)[1]
@@ -199,10 +199,10 @@ def _worth_its_price(
     max_draft_tokens: int | None,
     min_acceptance: float | None,
 ) -> ChosenBudget:
-    """Draft what is estimated likelier than it costs, whatever the size of the tree up to UNCHECKED_SIZE.
+    """The budget that drafts tokens whose estimated acceptance exceeds their price, in trees of up to UNCHECKED_SIZE.
 
-    Without a pool's texts drafts may find nothing for whole texts, or one token for one text of a step: the price is
-    then that of whatever number of tokens is the dearest. Numbers that are not None stay.
+    The price is the highest over all numbers of draft tokens that a step may have. Without a pool's texts that is any
+    number, as drafts may find nothing for whole texts, or one token for one text. Numbers that are not None stay.
     """
     plain_s = step_cost.plain_seconds(batch_size)
     totals = np.arange(1, UNCHECKED_SIZE * batch_size + 1)  # draft tokens of a step

@@ -1,4 +1,4 @@
-"""Where measured costs of steps are kept: in a workspace, and in the user's cache for all workspaces."""
+"""Storage of the measured costs of steps: in a workspace, and in the user's cache for all workspaces."""
 
 import datetime
 import hashlib
@@ -20,17 +20,17 @@ from laserbatch.retrieval_pools.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
 
-VERSION = 16  # of how steps are measured
+VERSION = 16  # of the way in which steps are measured
 MAX_AGE_DAYS = 30  # drivers, kernels and neighbours change
 
 
 class StepCostCache:
-    """The file in a folder where the cost of an engine's steps is kept, one for everything that a cost depends on.
+    """The file in a folder that keeps the cost of an engine's steps; all that the cost depends on decides its name.
 
     Parameters
     ----------
-    num_pool_tokens : of the pool that drafting is timed with; 0 without one.
-    num_workers : engines that work side by side, and are measured so on CPUs.
+    num_pool_tokens : number of tokens of the pool whose drafting is timed; 0 without one.
+    num_workers : number of engines that work at the same time; on CPUs they are measured at the same time, too.
     """
 
     def __init__(self, folder: Path, engine: Engine, num_pool_tokens: int, num_workers: int = 1) -> None:
@@ -67,7 +67,7 @@ class StepCostCache:
         return None
 
     def known_steps(self) -> StepCost | None:
-        """The cost of the same steps, whatever was drafted from; None where it was not measured."""
+        """The cost of the same steps, with any drafters and pool; None if it was not measured."""
         paths = (path for folder in self._folders for path in sorted(folder.glob(self._same_steps)))
         return next(filter(None, map(self._read, paths)), None)
 
@@ -77,7 +77,7 @@ class StepCostCache:
         folder, user_folder = self._folders
         if folder != user_folder:
             write_json(named.model_dump(mode="json"), self.path)
-        with suppress(OSError):  # a home that cannot be written, say
+        with suppress(OSError):  # such as a home that cannot be written
             write_json(named.model_dump(mode="json"), user_folder / self.path.name)
         return named
 
@@ -97,7 +97,7 @@ class StepCostCache:
 
 
 def user_step_costs() -> Path:
-    """The folder of a user's measured costs, which all workspaces read: in LASERBATCH_CACHE, else in ~/.cache."""
+    """The folder of a user's measured costs, which all workspaces read: in LASERBATCH_CACHE, otherwise in ~/.cache."""
     usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laserbatch"
     return Path(os.environ.get("LASERBATCH_CACHE") or usual) / "step-costs"
 
@@ -107,7 +107,7 @@ def _digest(facts: Mapping[str, object]) -> str:
 
 
 def _processor() -> str:
-    """The CPU's name where the system says it, and how many cores there are."""
+    """The CPU's name, if the system tells it, and the number of cores."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -1,15 +1,15 @@
-"""What a step costs here: the engine's own steps, timed with drafts of every size at several batch sizes, and kept.
+"""Measures the cost of a step here: the engine's steps are timed with drafts of every size at several batch sizes.
 
-Steps are real ones (draft, forward, verify, commit) of texts that say nothing. Every second token of their drafts is
-accepted, whatever the model says: an accepted node costs more than a rejected one, since on a CPU only of what follows
-accepted ones logits are computed. Trees that were mostly rejected would make large ones seem cheap. Drafting is timed
-apart, and so is what a longer context adds to a step. Small batches come first: they are cheap, and each shard ends
-with them. After MAX_SECONDS none but the largest begins; each takes two rounds at least, however long they are.
+The steps are real (draft, forward, verify, commit), of random texts. Half of the tokens of their drafts are accepted,
+whatever the model says: an accepted node costs more than a rejected one, since on a CPU logits are computed only after
+accepted nodes. If most nodes were rejected, large trees would seem cheap. Drafting is timed apart, and so is the time
+that a longer context adds to a step. Small batches come first: they are cheap, and each shard ends with them. After
+MAX_SECONDS only the largest batch size begins; each batch size takes two rounds at least, however long they are.
 
-The same model on the same machine is measured once in a while, so that the budget that is chosen by it is the same the
-next time, and so are relaxed texts. With another pool only drafting is timed again. What else the machine does must not
-decide whether a night drafts, so on a CPU a step takes what the thread that runs it computed for it, not what passed on
-the clock, and of like steps the quickest counts: nothing else can have made it shorter.
+A model is measured on a machine only once in a while, so that the budget, and with it relaxed texts, stay the same.
+With another pool only drafting is timed again. Other work on the machine must not decide whether a night drafts: so on
+a CPU a step counts as long as its thread computed, not as long as the clock says, and of equal steps the quickest
+counts, since nothing can have made it shorter.
 """
 
 import datetime
@@ -35,22 +35,22 @@ from laserbatch.retrieval_pools.index.texts import SEPARATOR
 from laserbatch.retrieval_pools.sources import SOURCE_POOL, SOURCE_TARGET
 from laserbatch.retrieval_pools.step_cost import MIN_SHARE, DraftCost, StepCost, StepPoint
 
-PROMPT_TOKENS, LONG_PROMPT_TOKENS = 64, 320  # of timed steps, and of texts whose drafting is timed
-LONG_CONTEXT_TOKENS = 832  # behind which steps tell what context costs; behind 320 noise was as large as a draft's cost
-NUM_CONTEXT_STEPS = 4  # behind prompts of each of these lengths
-NUM_CONTEXT_TEXTS = 8  # of such a step on a CPU, where each text's context takes as long whatever the others'
-NEW_TOKENS = 256  # then a text starts again; drafts deeper than what is left of it are cut, and not timed
-MIN_ROUNDS, MAX_ROUNDS = 2, 15  # each two steps of every size, of which the second is timed
-MAX_SLOWDOWN = 6  # a size is left out if its step takes so many plain ones: no draft of it would be worth that
-MIN_SIZES = 4  # of trees that are timed in any case
-MAX_SECONDS = 10.0  # after which none but the largest batch size begins
-WARM_UP_ROUNDS = {"cpu": 0, "cuda": 1}  # before them; on CUDA a step's first run compiles and its second is captured
-SECONDS = 1.25  # for one batch size, after which no further round begins
-MAX_TRIES = 3  # a step is timed again this often where a text's end cut its draft
+PROMPT_TOKENS, LONG_PROMPT_TOKENS = 64, 320  # prompts of timed steps, and of texts whose drafting is timed
+LONG_CONTEXT_TOKENS = 832  # prompts whose steps show the cost of context; at 320 noise was as large as a draft's cost
+NUM_CONTEXT_STEPS = 4  # steps after prompts of each of the two lengths
+NUM_CONTEXT_TEXTS = 8  # texts of such a step on a CPU, where a text's context takes as long whatever the others
+NEW_TOKENS = 256  # length of each text; drafts deeper than the rest of it are cut, and not timed
+MIN_ROUNDS, MAX_ROUNDS = 2, 15  # a round takes two steps of every size, and times the second
+MAX_SLOWDOWN = 6  # a size is left out if its step takes longer than this many plain ones: no draft is worth it
+MIN_SIZES = 4  # the number of smallest tree sizes that are always timed
+MAX_SECONDS = 10.0  # after them only the largest batch size begins
+WARM_UP_ROUNDS = {"cpu": 0, "cuda": 1}  # untimed; on CUDA a step's first run compiles and its second is captured
+SECONDS = 1.25  # for one batch size; after them no further round begins
+MAX_TRIES = 3  # a step is tried this often if ends of texts cut its drafts
 NUM_DRAFTS = 48  # sequences of a step whose drafting is timed
 NUM_DRAFT_ROUNDS = 7
 SEED = 0
-PATIENCE = 8  # short steps in a row before the batch is taken to be full
+PATIENCE = 8  # after more steps in a row with too few texts, the batch counts as full
 
 
 def measure_step_cost(
@@ -64,10 +64,10 @@ def measure_step_cost(
 
     Parameters
     ----------
-    pool, sources : what drafting is timed with.
-    batch_sizes : ascending; where the KV cache holds fewer sequences, steps of as many as it holds are timed instead.
-        The largest one is timed in any case, the others while there is time.
-    known_steps : the cost of these steps, of which drafting alone is timed again.
+    pool, sources : the pool and the text sources whose drafting is timed.
+    batch_sizes : ascending; if the KV cache holds fewer sequences, steps of as many as it holds are timed instead. The
+        largest one is always timed, the others while there is time.
+    known_steps : the cost of these steps, if it is known; then only drafting is timed.
 
     Raises RunFailed: the engine cannot write the texts whose steps are timed.
     """
@@ -105,14 +105,14 @@ def _prompt_tokens(engine: Engine, num_tokens: int) -> int:
 
 
 def _context_seconds(engine: Engine, num_texts: int, drafts: "_Drafts") -> float:
-    """Seconds that each token of context adds to a step, of each text: by steps behind short and long prompts.
+    """Seconds that each token of each text's context adds to a step: from steps after short and long prompts.
 
-    No prompt is computed: what the cache holds of them is anything, which takes as long to read.
+    No prompt is computed: the cache holds arbitrary values for them, which take as long to read.
     """
     lengths = [_prompt_tokens(engine, number) for number in (PROMPT_TOKENS, LONG_CONTEXT_TOKENS)]
-    seconds = []  # of a text's share of a step
+    seconds = []  # a text's share of a step, for each length
     for length in sorted(set(lengths)):
-        engine.cache.grow_to((num_texts + 1) * length)  # else each prompt takes the place of the one before
+        engine.cache.grow_to((num_texts + 1) * length)  # otherwise each prompt takes the place of the one before
         prompts = [random_tokens(engine, length, seed) for seed in range(num_texts)]
         prompts = prompts[: sum(_is_held(engine.cache, prompt) for prompt in prompts)]
         if not prompts:
@@ -129,7 +129,7 @@ def _context_seconds(engine: Engine, num_texts: int, drafts: "_Drafts") -> float
 
 
 def _is_held(cache: KVCache, prompt: np.ndarray) -> bool:
-    """Have the cache take a prompt for computed; whether it has room for it and for a text."""
+    """Make the cache treat a prompt as computed; return whether it has room for it and for a text."""
     lease = cache.acquire(prompt, 2 * len(prompt))
     if lease is None:
         return False
@@ -145,7 +145,7 @@ def _is_held(cache: KVCache, prompt: np.ndarray) -> bool:
 def _time_steps(
     engine: Engine, batch_size: int, context_s: float, draft_context_s: float
 ) -> tuple[int, dict[int, float]]:
-    """The batch size that was reached, and seconds of its steps by their draft tokens, as behind the prompts alone."""
+    """The batch size that was reached, and seconds of its steps, as right after the prompts, by number of drafts."""
     prompt = random_tokens(engine, _prompt_tokens(engine, PROMPT_TOKENS))
     steps = _TimedSteps(engine, batch_size, [prompt], context_s, draft_context_s)
     try:
@@ -156,19 +156,19 @@ def _time_steps(
         drafts.num_tokens(steps.batch_size): min(seconds) for drafts, seconds in steps.seconds.items() if seconds
     }
     numbers = sorted(fastest)
-    # A smaller step costs no more: where it seems to, every one of it was disturbed.
+    # A smaller step costs no more: if it seems to, each of its runs was disturbed.
     rising = np.minimum.accumulate([fastest[number] for number in reversed(numbers)])[::-1]
     return steps.batch_size, dict(zip(numbers, rising.tolist(), strict=True))
 
 
 def clock_of(engine: Engine) -> Callable[[], float]:
-    """What steps are timed by, in seconds: the time on the processor, on CUDA the time that passes."""
+    """The clock that times steps, in seconds: the thread's time on the processor, on CUDA the time that passes."""
     return time.perf_counter if engine.device.type == "cuda" else time.thread_time
 
 
 @dataclass(frozen=True)
 class _Drafts:
-    """Trees of one size for all sequences of a step, or for one of them alone.
+    """Trees of one size for all sequences of a step, or for only one of them.
 
     The first draft token of a step may cost more than others: a step without any can be computed in a simpler way.
     """
@@ -177,16 +177,16 @@ class _Drafts:
     is_alone: bool = False
 
     def num_tokens(self, batch_size: int) -> int:
-        """Draft tokens of a step of so many sequences."""
+        """The number of draft tokens of a step of `batch_size` sequences."""
         return self.size * (1 if self.is_alone else batch_size)
 
 
 _ROUND = (*map(_Drafts, SIZE_KNOTS), _Drafts(1, is_alone=True))
-_CONTEXT_DRAFTS = _Drafts(8)  # by whose steps it is measured what context adds to one of a draft token
+_CONTEXT_DRAFTS = _Drafts(8)  # their steps show what context adds to the cost of a draft token
 
 
 class _TimedSteps(Drafter):
-    """Requests, drafter and verifier of a measurement in one, and the seconds of its steps."""
+    """The requests, drafter and verifier of a measurement in one class, and the seconds of its steps."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class _TimedSteps(Drafter):
         self._drafts, self._has_drafted = _ROUND[0], False
         self._concurrency = Concurrency(batch_size)
         self.stream = engine.open_stream(self._requests(), self, self, Budget(MAX_NODES, 0.0), self._concurrency)
-        self._num_short = 0  # steps in a row of fewer texts than are wanted
+        self._num_short = 0  # steps in a row with fewer texts than the batch size
 
     def _requests(self) -> Iterator[GenerationRequest]:
         for number in itertools.count():
@@ -218,9 +218,9 @@ class _TimedSteps(Drafter):
         return self._trees[self._drafts.size] if is_first or not self._drafts.is_alone else EMPTY_TREE
 
     def __call__(self, logits, choices, nodes) -> NodeVerdicts:
-        """The engine's own rule, for what it costs, and then another one that all texts follow alike.
+        """Run the engine's own rule for its cost, and then judge by another one that treats all texts alike.
 
-        Where one text alone has drafts they are rejected, so that texts stay of one length.
+        If only one text has drafts they are rejected, so that all texts keep the same length.
         """
         log_probability = self._rule(logits, choices, nodes).log_probability
         return NodeVerdicts((nodes.token_ids % 2 == 0) & (not self._drafts.is_alone), log_probability)
@@ -231,9 +231,9 @@ class _TimedSteps(Drafter):
             pass
 
     def take_rounds(self) -> None:
-        """Time every size in each round, behind a step of the same size; after the first round in another order.
+        """Time every size in each round, after a step of the same size; rounds after the first shuffle the order.
 
-        The first round ends at a size whose steps are too slow to be worth any draft: it and larger ones are left out.
+        The first round ends at a size whose steps are too slow for any draft to pay: it and larger ones are left out.
         """
         rng, began_s = np.random.default_rng(SEED), 0.0
         self.start()
@@ -253,18 +253,18 @@ class _TimedSteps(Drafter):
                     break
 
     def _is_too_slow(self, drafts: _Drafts) -> bool:
-        """Whether a size took too long in the first round; never one of the smallest, which are timed in any case."""
+        """Whether a size took too long in the first round; False for the smallest ones, which are always timed."""
         plain_s, seconds = self.seconds[_ROUND[0]], self.seconds[drafts]
         is_slow = bool(plain_s and seconds) and seconds[0] > MAX_SLOWDOWN * plain_s[0]
         return is_slow and drafts.size > SIZE_KNOTS[MIN_SIZES - 1]
 
     def _timed(self, drafts: _Drafts) -> float | None:
-        """Seconds of the second of two steps; None where texts' ends cut them."""
+        """Seconds of the second of two steps; None if ends of texts cut them."""
         tries = (self.take(drafts) and self.take(drafts) for _ in range(MAX_TRIES))
         return next(filter(None, tries), None)
 
     def take(self, drafts: _Drafts) -> float | None:
-        """Time a step with such drafts, in seconds; None if the step held a prompt, cut drafts or fewer texts."""
+        """Time a step with these drafts, in seconds; None if the step held a prompt, cut drafts or fewer texts."""
         scheduler, self._drafts, self._has_drafted = self.stream.scheduler, drafts, False
         failures = list(itertools.islice(scheduler.admit(), 1))
         num_written = sum(sequence.num_output for sequence in scheduler.live)
@@ -280,7 +280,7 @@ class _TimedSteps(Drafter):
                 f"steps cannot be timed: {failures[0].reason}; give decoding.max_draft_tokens and "
                 "decoding.min_acceptance: then nothing is measured"
             )
-        assert step is not None  # else its only text failed
+        assert step is not None  # otherwise its only text failed
         num_texts = len(step.sequences)
         self._num_short = self._num_short + 1 if num_texts < self.batch_size else 0
         if self._num_short > PATIENCE and step.num_tokens == num_texts + drafts.num_tokens(num_texts):
@@ -289,7 +289,7 @@ class _TimedSteps(Drafter):
 
 
 def _time_drafts(engine: Engine, pool, sources: Sequence[str]) -> DraftCost:
-    """Time the engine's one call that drafts for all sequences of a step: small and large drafts, one and many texts.
+    """Time the one call that drafts for all sequences of a step: small and large drafts, one and many texts.
 
     Each place of a text is drafted from once, as in a run: a second draft would hit the processor's cache.
     """
@@ -316,7 +316,7 @@ def _time_drafts(engine: Engine, pool, sources: Sequence[str]) -> DraftCost:
 
 
 def texts_of(engine: Engine, pool) -> list[np.ndarray]:
-    """NUM_DRAFTS texts of a pool, spread evenly, some of them twice where it has fewer; random ones without."""
+    """NUM_DRAFTS texts of a pool, spread evenly, some repeated if it has fewer; random texts without a pool."""
     texts: list[np.ndarray] = []
     if pool is not None and pool.manifest.num_texts > 0:
         tokens = pool.index.tokens
@@ -328,7 +328,7 @@ def texts_of(engine: Engine, pool) -> list[np.ndarray]:
 
 
 def _midway(prompt: np.ndarray, texts: list[np.ndarray], share: float) -> list[DecodingSequence]:
-    """A sequence for each text, of which a share is written; its previous text is the same one."""
+    """A sequence for each text, with a share of the text written; the text is also its previous text."""
     sequences = [DecodingSequence(GenerationRequest("", prompt, text), len(text)) for text in texts]
     for sequence, text in zip(sequences, texts, strict=True):
         written = text[: max(1, int(share * len(text)))]
@@ -339,14 +339,14 @@ def _midway(prompt: np.ndarray, texts: list[np.ndarray], share: float) -> list[D
 def _timed_drafts(
     drafter: RetrievalDrafter, sequences: list[DecodingSequence], clock: Callable[[], float]
 ) -> tuple[float, int]:
-    """Seconds of one call for all sequences, and the tokens that it drafts."""
+    """Seconds of one call for all sequences, and the number of tokens that it drafts."""
     start_s = clock()
     trees = drafter.draft_all(sequences, [MAX_DEPTH] * len(sequences))
     return clock() - start_s, len(trees)
 
 
 def random_tokens(engine: Engine, num_tokens: int, seed: int = SEED) -> np.ndarray:
-    """int32[num_tokens], the same for the same vocabulary and seed; no end token among them."""
+    """Random tokens, int32[num_tokens], without end tokens; the same for the same vocabulary and seed."""
     return np.random.default_rng(seed).choice(_allowed_tokens(engine), num_tokens)
 
 
@@ -356,10 +356,10 @@ def _allowed_tokens(engine: Engine) -> np.ndarray:
 
 
 def _tree(engine: Engine, num_nodes: int, deepest: int) -> TokenTree:
-    """A chain of even token ids, half of the nodes but not more than `deepest`, beside odd ones that lead nowhere."""
+    """A tree with a chain of even token ids, half of the nodes but at most `deepest`, and with odd ids as leaves."""
     num_levels = min(-(-num_nodes // 2), deepest)
     level = np.arange(num_nodes) * num_levels // max(1, num_nodes)
-    first = np.searchsorted(level, np.arange(num_levels))  # of each level: the chain's nodes
+    first = np.searchsorted(level, np.arange(num_levels))  # node of each level, which form the chain
     parents = np.where(level == 0, -1, first[level - 1]).astype(np.int32)
     is_chain = np.isin(np.arange(num_nodes), first)
     allowed = _allowed_tokens(engine)

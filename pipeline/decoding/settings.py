@@ -126,8 +126,8 @@ class DecodingSettings(Strict):
         description="This YAML or JSON file holds the measured cost of steps, by which the draft budget is chosen. "
         "null: the first run measures it and keeps it in the workspace.",
     )
-    # "triton": one kernel over ragged sequences, in CUDA graphs; "torch": padded masks; "auto": triton on CUDA if it is
-    # installed, otherwise torch. If the kernel fails or differs in its first runs, torch replaces it with a warning.
+    # "triton": one kernel over ragged sequences, in CUDA graphs; "torch": compiled loops on a CPU, or padded masks;
+    # "auto": triton on CUDA if it is installed, and torch otherwise or, with a warning, if the kernel fails or differs.
     attention: Literal["auto", "torch", "triton"] = "auto"
     max_cache_tokens: int | None = Field(
         default=None,

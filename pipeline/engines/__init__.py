@@ -1,1 +1,1 @@
-"""What a worker writes texts with: our engine, or one that a team runs already."""
+"""The engines with which a worker writes texts: our own, or one that a team runs already."""

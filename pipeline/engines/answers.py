@@ -1,7 +1,7 @@
-"""From what a model wrote to its answer: thoughts before it and turns after it are cut, whichever engine wrote.
+"""Cuts a model's output to its answer: thoughts before it and turns after it are cut, whichever engine wrote it.
 
-Role marks of one token end texts while they are written, and drafts stop at them as at any end token. Those that are
-plain text are looked for in finished texts, once: so drafted and plain texts are cut alike, and a step costs no more.
+Role marks of one token end texts while they are written, and drafts stop at them as at any end token. Role marks that
+are plain text are searched for once, in finished texts: so drafted and plain texts are cut alike, at no cost per step.
 """
 
 import logging
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ROLE_MARK = "role_mark"  # the finish reason of a text that a role mark ended
-UNCLOSED_THOUGHTS = "unclosed_thoughts"  # that of one whose thoughts did not end: there is no answer
-PROMPT_END_TOKENS = 16  # which hold the mark of thoughts that a chat template opens
+UNCLOSED_THOUGHTS = "unclosed_thoughts"  # the finish reason of a text whose thoughts did not end: it has no answer
+PROMPT_END_TOKENS = 16  # the end of a prompt that holds the mark with which a chat template opens thoughts
 
 
 class Answers:
@@ -31,16 +31,16 @@ class Answers:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", end_ids: tuple[int, ...]) -> None:
         self._tokenizer, self._marks = tokenizer, chat_marks(tokenizer)
-        # Tokens at which the engine is to end texts, too.
+        # More tokens at which the engine must end texts.
         self.role_ids = {i: text for i, text in self._marks.end_tokens.items() if i not in end_ids}
         added = tokenizer.added_tokens_decoder
         self._added = {token.content: i for i, token in added.items()}
         special = {i for i, token in added.items() if token.special}
-        self._hidden_ids = special.union(tokenizer.all_special_ids)  # that result.text does not show
+        self._hidden_ids = special.union(tokenizer.all_special_ids)  # tokens that result.text does not show
         self._may_open, self._has_warned = has_marks(tokenizer), False
 
     def unguided_thoughts(self, request: GenerationRequest) -> GenerationRequest:
-        """The request without a grammar where its prompt has the model begin with thoughts, which have no form."""
+        """The request, without its grammar if the prompt makes the model begin with thoughts, which have no form."""
         if request.grammar is None or not self._opens_thoughts(request.prompt_ids):
             return request
         if not self._has_warned:
@@ -51,13 +51,13 @@ class Answers:
     def of(
         self, results: Iterable[GenerationResult | GenerationFailure], prompts: dict[str, np.ndarray]
     ) -> Iterator[GenerationResult | GenerationFailure]:
-        """What an engine yields, with results cut; `prompts` are taken out by request as they are answered."""
+        """Yield an engine's outcomes, with results cut; the prompt of each request is removed from `prompts`."""
         for result in results:
             prompt_ids = prompts.pop(result.request_id)
             yield self.answer(result, prompt_ids) if isinstance(result, GenerationResult) else result
 
     def answer(self, result: GenerationResult, prompt_ids: np.ndarray) -> GenerationResult:
-        """A result without thoughts, and without what follows a role mark."""
+        """A result without thoughts, and without the tokens from a role mark on."""
         if result.end_id in self.role_ids:
             result = replace(result, finish_reason=ROLE_MARK, role_mark=self.role_ids[result.end_id])
         ids = result.token_ids
@@ -100,17 +100,17 @@ class Answers:
         return cast("str", self._tokenizer.decode(ids.tolist(), skip_special_tokens=skip_special_tokens))
 
     def _tokens(self, ids: np.ndarray, num_chars: int, bisect: Callable[..., int]) -> int:
-        """Tokens before a place: the first that begins there or behind it (left), or as many as end there (right)."""
+        """The number of tokens up to `num_chars`: the fewest that reach it (left), or the most within it (right)."""
         num = bisect(range(len(ids) + 1), num_chars, key=lambda num: self._length(ids[:num]))
         return num if bisect is bisect_left else num - 1
 
     def _length(self, ids: np.ndarray) -> int:
-        """Characters of some tokens, without a last one that is not whole."""
+        """The number of characters of some tokens, without an incomplete last one."""
         return len(self._decoded(ids).rstrip("\ufffd"))
 
 
 def unclosed_thoughts(result: GenerationResult) -> str:
-    """Why a text whose thoughts did not end is none, as the reason of a row."""
+    """The reason why a row whose thoughts did not end has no text."""
     return (
         f"unclosed-thoughts: the model's thoughts did not end within {len(result.token_ids)} tokens, so there is no "
         "answer; raise decoding.max_new_tokens, or set decoding.thinking: off, if the model's chat template has a "

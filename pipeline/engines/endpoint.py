@@ -1,6 +1,6 @@
 """A server with OpenAI's API as a worker's engine: prompts go out as token ids or messages, answers come back as texts.
 
-Nothing is loaded but a tokenizer, and nothing is drafted. docs/endpoint.md says how nights use it.
+Only a tokenizer is loaded, and nothing is drafted. docs/endpoint.md says how nights use it.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from laserbatch.retrieval_pools.sources import SOURCE_TARGET
 
 PATHS = {"completions": "/completions", "chat": "/chat/completions"}
 JSON_GRAMMAR = "start: %json "  # how `knowledge.forms` begins a grammar that is a JSON schema
-TICK_S, SAVE_EVERY_S = 1.0, 1.0  # between signs of life of a worker that waits; between saves of what was spent
+TICK_S, SAVE_EVERY_S = 1.0, 1.0  # between a waiting worker's signs of life; between saves of the spending
 _T = TypeVar("_T")
 
 
@@ -48,8 +48,8 @@ class EndpointEngine(TextEngine):
 
     Parameters
     ----------
-    model_dir : folder of the model's tokenizer, or of one that is borrowed; weights need not be in it.
-    run_dir : where the tokens that answers took are counted, over all attempts at a run.
+    model_dir : folder of the model's tokenizer, or of a borrowed one; it need not hold weights.
+    run_dir : folder in which the tokens of answers are counted, over all attempts at a run.
     """
 
     def __init__(self, model_dir: Path, decoding: DecodingSettings, run_dir: Path) -> None:
@@ -72,7 +72,7 @@ class EndpointEngine(TextEngine):
 
     @property
     def server(self) -> str:
-        """What the server says it is: the model, who serves it, and from where."""
+        """The server's description of itself: the model, who serves it, and from where."""
         facts = {name: self._card.get(name) for name in ("owned_by", "root", "max_model_len")}
         return f"{self._settings.model} ({', '.join(f'{k} {v}' for k, v in facts.items() if v) or 'nothing more'})"
 
@@ -83,11 +83,11 @@ class EndpointEngine(TextEngine):
         decoding: DecodingSettings,
         budget: Budget | None = None,
     ) -> Iterator[GenerationResult | GenerationFailure]:
-        """As `TextEngine.generate`. Raises RunFailed before anything is sent: the texts may cost more than allowed."""
+        """Like `TextEngine.generate`. Raises RunFailed, before sending: the texts may cost more than allowed."""
         requests = [self._answers.unguided_thoughts(request) for request in requests]
         self._require_affordable(requests)
         self._client.begin()
-        self._card = self._waited(self._client.card())  # it may have been started anew with another model
+        self._card = self._waited(self._client.card())  # it may have been restarted with another model
         if self._settings.mode == "batch":
             yield from self._waited(self._batch_outcomes(requests))
             self._save()
@@ -112,7 +112,7 @@ class EndpointEngine(TextEngine):
         task = self._loop.create_task(coroutine)
         while not task.done():
             self._loop.run_until_complete(asyncio.wait([task], timeout=TICK_S))
-            self._num_forwards += 1  # this process is well; how long a server may take, its own limits say
+            self._num_forwards += 1  # this process is alive; other limits bound how long a server may take
         return task.result()
 
     def _save(self) -> None:
@@ -125,7 +125,7 @@ class EndpointEngine(TextEngine):
             return
         spent = self._spending.cost(prices) or 0.0
         added = [self._settings.extra_body.get(name) for name in ("max_tokens", "max_completion_tokens")]
-        # The largest one takes the place of max_new_tokens.
+        # The largest one counts if it exceeds max_new_tokens.
         limit = max([0, *(value for value in added if isinstance(value, int))])
         num_completion = sum(max(limit, request.max_new_tokens) for request in requests)
         shard = prices.cost(sum(len(request.prompt_ids) for request in requests), num_completion)
@@ -145,7 +145,7 @@ class EndpointEngine(TextEngine):
         return self._finished(request, answer)
 
     async def _batch_outcomes(self, requests: list[GenerationRequest]) -> list[GenerationResult | GenerationFailure]:
-        """The same for all requests of a shard, by the server's batch API."""
+        """The outcomes of all requests of a shard, by the server's batch API."""
         bodies: dict[str, dict[str, Any]] = {}
         answers: dict[str, dict[str, Any] | RowError] = {}
         for number, request in enumerate(requests):
@@ -198,12 +198,12 @@ class EndpointEngine(TextEngine):
         return {name: value for name, value in body.items() if value is not None}
 
     def _form(self, grammar: str) -> dict[str, Any]:
-        """The fields that hold an answer to its form. Raises ConfigError: this server has none for it."""
+        """The fields that make an answer keep its form. Raises ConfigError: this server has no such fields."""
         if self._card.get("owned_by") == VLLM:
             return {"structured_outputs": {"grammar": grammar}}
         if grammar.startswith(JSON_GRAMMAR):
             schema = json.loads(grammar.removeprefix(JSON_GRAMMAR))
-            schema.pop("x-guidance", None)  # llguidance's own: how JSON is laid out
+            schema.pop("x-guidance", None)  # llguidance's own option for the layout of JSON
             named = {"name": "answer", "strict": True, "schema": schema}
             return {"response_format": {"type": "json_schema", "json_schema": named}}
         raise ConfigError(
@@ -212,7 +212,7 @@ class EndpointEngine(TextEngine):
         )
 
     def _result(self, request: GenerationRequest, answer: dict[str, Any]) -> GenerationResult:
-        """The text of an answer, whose tokens are counted first. Raises RowError: it has none, or more than one."""
+        """The result of an answer; its tokens are counted first. Raises RowError: it has no text, or several."""
         fingerprint = answer.get("system_fingerprint")
         answered_by = self.server + (f", fingerprint {fingerprint}" if fingerprint else "")
         # Without the server's `usage` an answer is counted as if it had reached its limit.
@@ -220,7 +220,7 @@ class EndpointEngine(TextEngine):
         choice = self._choice(answer.get("choices"))
         token_ids, end_id = self._tokens(choice)
         has_ended = choice["finish_reason"] == "stop"
-        return GenerationResult(  # a server says nothing of its steps
+        return GenerationResult(  # a server reports no steps
             request_id=request.request_id,
             token_ids=np.array(token_ids, np.int32),
             sources=np.full(len(token_ids), SOURCE_TARGET, np.uint8),
@@ -248,7 +248,7 @@ class EndpointEngine(TextEngine):
         return choice
 
     def _tokens(self, choice: dict[str, Any]) -> tuple[list[int], int | None]:
-        """The tokens of a choice, without its end token, and that: the server's, or those that its text has."""
+        """The tokens of a choice without its end token, and the end token: the server's, or those of the text."""
         token_ids = choice.get("token_ids")
         if not self._borrows and isinstance(token_ids, list) and all(type(i) is int and i >= 0 for i in token_ids):
             if (highest := max(token_ids, default=0)) >= self._num_ids:
@@ -258,7 +258,7 @@ class EndpointEngine(TextEngine):
                 )
             end_id = token_ids[-1] if token_ids and token_ids[-1] in self._end_ids else None
             return token_ids if end_id is None else token_ids[:-1], end_id
-        # Marks that are tokens, such as those of thoughts, are what the model wrote, so they become tokens again.
+        # Marks that are tokens, such as those of thoughts, were written by the model, so they become tokens again.
         token_ids = cast("list[int]", self.tokenizer(choice["text"], add_special_tokens=False)["input_ids"])
         end_id = None if self._borrows else choice.get("stop_reason")  # most servers only say that the text ended
         return token_ids, end_id if end_id in self._end_ids else None

@@ -1,8 +1,8 @@
 """Requests sent by a provider's batch API: a file of requests, answered within a day, often at half the price.
 
-A batch is known by the SHA-256 of its run and file, which is kept beside its id in the run's folder and in the batch's
-own metadata. So a night that was killed waits for the batch that it has sent, and sends and pays for none twice; a
-later run asks again for what had no answer.
+A batch is identified by the SHA-256 of its run and file, which is kept with its id in the run's folder and in the
+batch's metadata. So a night that was killed waits for the batch that it has sent, and neither sends nor pays for a
+batch twice; a later run sends requests without an answer again.
 """
 
 import asyncio
@@ -19,20 +19,20 @@ from laserbatch.pipeline.storage.atomic import read_json, write_json
 
 logger = logging.getLogger(__name__)
 
-MAX_REQUESTS, MAX_BYTES = 50_000, 190_000_000  # of a batch: OpenAI takes so many, and files of 200 MB
-FIRST_POLL_S, MAX_POLL_S = 1.0, 60.0  # between looks at a batch; doubled each time
+MAX_REQUESTS, MAX_BYTES = 50_000, 190_000_000  # of a batch: OpenAI takes this many, and files of 200 MB
+FIRST_POLL_S, MAX_POLL_S = 1.0, 60.0  # between polls of a batch; doubled each time
 FOLDER, METADATA_KEY = "batches", "laserbatch"
 ENDED = {"completed", "expired", "cancelled", "failed"}
 
 
 class EndpointBatches:
-    """The batches of a run; `path` is that of the API that answers each request, such as "/v1/chat/completions"."""
+    """The batches of a run; `path` is the path of the API that answers requests, such as "/v1/chat/completions"."""
 
     def __init__(self, client: EndpointClient, path: str, run_dir: Path) -> None:
         self._client, self._path, self._folder = client, path, run_dir / FOLDER
 
     async def answers(self, bodies: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any] | RowError]:
-        """The answer to each request, by its id, or why it has none.
+        """The answer to each request, by its id, or the reason why it has none.
 
         Raises RunFailed: the provider refuses a batch as a whole.
         """
@@ -81,7 +81,7 @@ class EndpointBatches:
         return answers
 
     async def _sent_before(self, digest: str) -> str | None:
-        """The batch of a process that died before it could write down the id; None: there is none, or no list."""
+        """The id of a batch whose sender died before it recorded the id; None if there is none, or no list."""
         try:
             listed = (await self._client.get("/batches?limit=100")).get("data")
         except (NoSuchPath, RowError):
@@ -113,7 +113,7 @@ class EndpointBatches:
 
 
 def _parts(lines: list[bytes]) -> Iterator[list[bytes]]:
-    """Lines in order, as many together as a batch takes."""
+    """Divide lines, in order, into parts of as many lines as a batch takes."""
     part: list[bytes] = []
     num_bytes = 0
     for line in lines:
@@ -127,7 +127,7 @@ def _parts(lines: list[bytes]) -> Iterator[list[bytes]]:
 
 
 def _answer(line: str) -> tuple[str, dict[str, Any] | RowError]:
-    """A line of a batch's files: the request's id, and its answer."""
+    """The request's id and its answer, from a line of a batch's files."""
     try:
         answer = json.loads(line)
         request_id, response, error = answer["custom_id"], answer.get("response") or {}, answer.get("error") or {}

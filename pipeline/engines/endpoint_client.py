@@ -1,7 +1,7 @@
 """Requests to a server with OpenAI's API: paced by its limits, sent again while it cannot answer.
 
-It knows no prompts and no texts. What it raises is made of our own words and the server's message, never of the
-client's exceptions, whose requests hold the key.
+It knows no prompts and no texts. Its errors have our own words and the server's message only, because the exceptions of
+the OpenAI library have requests that hold the key.
 """
 
 import asyncio
@@ -22,25 +22,25 @@ from laserbatch.pipeline.decoding.endpoint_settings import EndpointSettings
 from laserbatch.pipeline.engines.spending import Spending
 from laserbatch.pipeline.errors import ConfigError, EndpointGone, RowError
 
-for name in ("openai", "httpx", "httpx2"):  # a line a request
+for name in ("openai", "httpx", "httpx2"):  # they log a line per request
     logging.getLogger(name).setLevel(logging.WARNING)
 
-VLLM, SGLANG = "vllm", "sglang"  # as `/v1/models` says who owns a model; both take stop tokens, and return tokens
-# Of a request that was open each time the server went away: sent beside others, and in all.
+VLLM, SGLANG = "vllm", "sglang"  # `owned_by` in `/v1/models`; both take stop tokens, and return tokens
+# Times that the server went away during a request, before it is sent without others, and before it fails.
 CRASHES_TOGETHER, MAX_CRASHES = 2, 4
-MAX_TRIES = 8  # of a request that fails by itself: the server has an error for it, or answers others meanwhile
+MAX_TRIES = 8  # of a request that fails by itself: the server answers it with an error, or answers others meanwhile
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 60.0  # before a request is sent again; doubled each time
-LIST_TIMEOUT_S = 30.0  # for the list of models, with which no time is spent
-POLL_S = 2.0  # between looks whether a server that went away is back
+LIST_TIMEOUT_S = 30.0  # for the list of models, which servers send at once
+POLL_S = 2.0  # between checks whether a server that went away is back
 NOT_IN_TIME = "no answer in time"
 MAX_SAID = 300  # characters of a server's message
 TOO_MANY, TIMED_OUT, CONFLICT, ERROR = 429, 408, 409, 500  # status codes after which a request is sent again
-STRAY = "surrogateescape"  # how bytes that are no UTF-8 are kept until they are looked for
-FIRST_REFUSAL = 400  # of the status codes; those below are redirects
+STRAY = "surrogateescape"  # the way in which bytes that are no UTF-8 are kept until they are checked for
+FIRST_REFUSAL = 400  # the lowest status code of a refusal; lower ones are redirects
 
 
 class EndpointClient:
-    """One server, asked from one event loop. Raises ConfigError: its key is not in the environment.
+    """A client of one server, used from one event loop. Raises ConfigError: the key is not in the environment.
 
     Without `sends_again` the first failure of a request is a RowError, whatever it is.
     """
@@ -57,18 +57,18 @@ class EndpointClient:
         self._options: Any = {} if self._key else {"headers": {"Authorization": openai.Omit()}}
         self._free_at_s = 0.0  # when the next request may be sent
         self._last_answer_s = time.monotonic()
-        self._answered: tuple[str, dict[str, Any]] | None = None  # the last request for a text that had an answer
+        self._answered: tuple[str, dict[str, Any]] | None = None  # the last answered request for a text
         self._gone_s = 0.0  # when the server was last found gone
-        self._returning, self._alone = asyncio.Lock(), asyncio.Lock()  # held while it is; by a request sent alone
+        self._returning, self._alone = asyncio.Lock(), asyncio.Lock()  # held until it is back; by a request sent alone
 
     def begin(self) -> None:
         """Count the time without an answer from now on."""
         self._last_answer_s = time.monotonic()
 
     async def card(self) -> dict[str, Any]:
-        """What the server says of the model (`/v1/models`); empty where it lists none.
+        """The server's description of the model (`/v1/models`); empty if it lists none.
 
-        Raises ConfigError: it has other models. EndpointGone: it does not answer.
+        Raises ConfigError: it lists other models. EndpointGone: it does not answer.
         """
         try:
             listed = await self.get("/models")
@@ -104,15 +104,15 @@ class EndpointClient:
             ) from None
 
     async def get(self, path: str) -> dict[str, Any]:
-        """The JSON object at a path. Raises NoSuchPath, and as `post` does."""
+        """The JSON object at a path. Raises NoSuchPath, and otherwise like `post`."""
         return self._object(await self.text(path, LIST_TIMEOUT_S))
 
     async def at_root(
         self, path: str, body: dict[str, Any] | None = None, timeout_s: float = LIST_TIMEOUT_S
     ) -> dict[str, Any]:
-        """The JSON object at a path beside `/v1`, where servers have routes of their own; with a body by POST.
+        """The JSON object at a path next to `/v1`, where servers have their own routes; by POST if there is a body.
 
-        Raises NoSuchPath, and as `post` does.
+        Raises NoSuchPath, and otherwise like `post`.
         """
         method, url = "GET" if body is None else "POST", self._settings.url.removesuffix("/v1") + path
         return self._object(await self._sent(method, url, body, 0, {"timeout": timeout_s}))
@@ -121,11 +121,11 @@ class EndpointClient:
         await self._client.close()
 
     async def text(self, path: str, timeout_s: float | None = None) -> str:
-        """The file at a path. Raises NoSuchPath, and as `post` does."""
+        """The file at a path. Raises NoSuchPath, and otherwise like `post`."""
         return await self._sent("GET", path, None, 0, {} if timeout_s is None else {"timeout": timeout_s})
 
     async def upload(self, path: str, fields: dict[str, str], file: tuple[str, bytes]) -> dict[str, Any]:
-        """The answer to a form with a file, its name and content. Raises as `post` does."""
+        """The answer to a form with a file, given by name and content. Raises the errors of `post`."""
         headers = {**self._options.get("headers", {}), "Content-Type": "multipart/form-data"}
         try:
             return self._object(await self._sent("POST", path, fields, 0, {"headers": headers}, files=[("file", file)]))
@@ -175,7 +175,7 @@ class EndpointClient:
                         raise RowError(f"server-crash: {num_crashes} times the server was gone after this prompt")
                 delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** (num_failures - 1)) * random.uniform(0.5, 1.5)
                 delay_s = delay_s if retry_after_s is None else retry_after_s + random.uniform(0, FIRST_DELAY_S)
-                is_of_row = status == ERROR and not retry_after_s  # the tries of a row end it
+                is_of_row = status == ERROR and not retry_after_s  # MAX_TRIES ends it
                 left_s = MAX_DELAY_S if is_of_row else await self._time_left(retry_after_s or 0.0, reason)
                 if status == TOO_MANY:  # others wait, too
                     self._free_at_s = max(self._free_at_s, time.monotonic() + (retry_after_s or 0))
@@ -187,7 +187,7 @@ class EndpointClient:
         """The answer to a request. Raises _Unanswered: it may be answered if it is sent again."""
         sending = self._client.get if method == "GET" else self._client.post
         content |= {} if body is None else {"body": body}
-        plain = {"follow_redirects": False}  # else prompts may go to a server that nobody has named
+        plain = {"follow_redirects": False}  # otherwise prompts could go to a server that nobody named
         try:
             received = await sending(path, cast_to=bytes, options=self._options | plain | options, **content)
         except openai.APIStatusError as error:
@@ -201,7 +201,7 @@ class EndpointClient:
             raise _Unanswered(0, NOT_IN_TIME if is_late else "the connection fails") from None
         except UnicodeError:
             raise RowError("undecodable: the prompt cannot be written in UTF-8") from None
-        answer = self._without_key(received.decode("utf-8", STRAY))  # what is made of it may be written down
+        answer = self._without_key(received.decode("utf-8", STRAY))  # texts made of it are stored
         status, error_body = _failure_in(answer) if method == "POST" else (0, None)
         if status == 0:
             return answer
@@ -210,7 +210,7 @@ class EndpointClient:
         raise _Unanswered(status, f"HTTP 200 with the error {status}: {message}")
 
     async def _unless_silent(self, sending: Coroutine[Any, Any, str]) -> str:
-        """The answer to a request; it ends as if it had timed out once nothing is answered for `give_up_after_s`."""
+        """The answer to a request, which times out once the server has answered nothing for `give_up_after_s`."""
         task, sent_s = asyncio.ensure_future(sending), time.monotonic()
         try:
             while not task.done():
@@ -224,7 +224,7 @@ class EndpointClient:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _was_gone_since(self, sent_s: float, reason: str) -> bool:
-        """Wait until the server answers; whether it was gone at some time since a request was sent."""
+        """Wait until the server answers; return whether it was gone at some time since a request was sent."""
         async with self._returning:
             if not await self._is_there():
                 self._gone_s = time.monotonic()
@@ -234,7 +234,7 @@ class EndpointClient:
         return sent_s < self._gone_s
 
     async def _is_there(self) -> bool:
-        """Whether anything but an error of the server answers."""
+        """Whether the server answers, and not with a server error."""
         try:
             await self._client.get("/models", cast_to=bytes, options=self._options | {"timeout": LIST_TIMEOUT_S})
         except openai.APIStatusError as error:
@@ -244,7 +244,7 @@ class EndpointClient:
         return True
 
     async def _wait_for_turn(self, num_tokens: int) -> None:
-        """Wait until the limits of a minute have room for a request."""
+        """Wait until the limits per minute have room for a request."""
         limits = self._settings
         now_s = time.monotonic()
         turn_s = max(self._free_at_s, now_s)
@@ -258,8 +258,8 @@ class EndpointClient:
     async def _time_left(self, retry_after_s: float, reason: str) -> float:
         """Seconds until the server is given up.
 
-        Raises EndpointGone if nothing was answered for too long, or would be after the wait that the server asks for.
-        RowError: so it is, and the server answers again what it answered before.
+        Raises EndpointGone: nothing was answered for too long, the wait that the server asks for included. RowError:
+        the same, but the server still answers a request that it answered before.
         """
         waited_s = time.monotonic() - self._last_answer_s
         if waited_s + retry_after_s <= self._settings.give_up_after_s:
@@ -273,7 +273,7 @@ class EndpointClient:
         )
 
     async def _answers_again(self) -> bool:
-        """Whether the server answers a request that it answered before; the answer is thrown away."""
+        """Whether the server still answers a request that it answered before; the answer is discarded."""
         if self._answered is None:
             return False
         try:
@@ -283,7 +283,7 @@ class EndpointClient:
         return True
 
     def _raise_if_final(self, status: int, message: str) -> None:
-        """Raise an error where sending again would change nothing; the server has answered then."""
+        """Raise an error if sending again would change nothing; the refusal then counts as an answer."""
         if status >= ERROR or status in (TOO_MANY, TIMED_OUT, CONFLICT):
             return
         self._last_answer_s = time.monotonic()
@@ -301,7 +301,7 @@ class EndpointClient:
         raise RowError(f"refused: HTTP {status}: {message}") from None
 
     def _require_certificate(self, error: BaseException | None) -> None:
-        """Raise ConfigError where a connection failed because the server's certificate is not accepted."""
+        """Raise ConfigError if a connection failed because the server's certificate is not accepted."""
         while error is not None:
             if isinstance(error, ssl.SSLCertVerificationError):
                 raise ConfigError(
@@ -331,7 +331,7 @@ class EndpointClient:
 
 
 def require_utf8(answer: str) -> None:
-    """Raise RowError if an answer was no UTF-8: a text would have other characters than were sent."""
+    """Raise RowError if an answer was no UTF-8: a text would have other characters than the server sent."""
     try:
         answer.encode()
     except UnicodeEncodeError as error:
@@ -339,7 +339,7 @@ def require_utf8(answer: str) -> None:
 
 
 def _failure_in(answer: str) -> tuple[int, Any]:
-    """The status of an error that gateways send as HTTP 200, and the error itself; 0 where the answer is none."""
+    """The status of an error that gateways send as HTTP 200, and the error itself; 0 if the answer is no error."""
     try:
         content = json.loads(answer) if '"error"' in answer else None
     except (ValueError, RecursionError):
@@ -353,18 +353,18 @@ def _failure_in(answer: str) -> tuple[int, Any]:
 
 
 class _Unanswered(Exception):
-    """A request has no answer, and may have one if it is sent again; status 0: nothing came."""
+    """A request got no answer, but may get one if it is sent again; status 0: nothing was received."""
 
     def __init__(self, status: int, reason: str, retry_after_s: float | None = None) -> None:
         self.status, self.reason, self.retry_after_s = status, reason, retry_after_s
 
 
 class NoSuchPath(Exception):
-    """The server does not know a path, or the model that is asked for."""
+    """The server does not know a path, or the requested model."""
 
 
 def _retry_after(header: str | None) -> float | None:
-    """Seconds that a server asks to wait; None where it names none, or a date."""
+    """Seconds that a server asks to wait; None if it names none, or a date."""
     try:
         return max(0.0, float(header)) if header is not None else None
     except ValueError:

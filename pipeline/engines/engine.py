@@ -1,4 +1,4 @@
-"""What a worker asks of an engine, whoever computes texts."""
+"""The interface of an engine to its worker, whichever program computes texts."""
 
 from collections.abc import Iterable, Iterator
 
@@ -12,7 +12,7 @@ from laserbatch.retrieval_pools.step_cost import StepCost
 
 
 class TextEngine:
-    """A loaded model. What is not abstract here holds for engines of others: nothing is chosen by what steps cost."""
+    """A loaded model. The methods with defaults fit engines for which no budget is chosen by the cost of steps."""
 
     tokenizer: PreTrainedTokenizerBase
     model: ModelFigures
@@ -20,7 +20,7 @@ class TextEngine:
 
     @property
     def num_forwards(self) -> int:
-        """Steps so far: who watches a worker sees by them that it goes on."""
+        """The number of steps so far, by which a watcher sees that the worker goes on."""
         return self._num_forwards
 
     @property
@@ -39,20 +39,20 @@ class TextEngine:
         decoding: DecodingSettings,
         budget: Budget | None = None,
     ) -> Iterator[GenerationResult | GenerationFailure]:
-        """Write the texts of all requests, as settings say, in any order; `budget` None is that of the settings."""
+        """Write the texts of all requests by the settings, in any order; `budget` None: the settings' budget."""
         raise NotImplementedError
 
     def warm_up(self, sides: Iterable[Side]) -> None:
-        """Have code loaded, by texts that are thrown away."""
+        """Load and compile code by writing texts that are discarded."""
 
     def usual_tokens(self, side: Side) -> int | None:
-        """A length that nearly no text of the side's pool exceeds; None where there is none."""
+        """A number of tokens that nearly no text of the side's pool exceeds; None without such texts."""
         return None
 
     def cached_step_cost(self) -> StepCost | None:
-        """What steps cost here, as it was measured before; None where it was not."""
+        """The cost of steps here, as it was measured before; None if it was not."""
         return None
 
     def measured_step_cost(self, save: bool = True) -> StepCost:
-        """What steps cost here, measured now; of workers that measure side by side one saves it."""
+        """Measure the cost of steps here; of workers that measure at the same time, only one saves it."""
         raise AssertionError("no budget is chosen here")

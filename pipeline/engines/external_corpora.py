@@ -1,6 +1,6 @@
-"""The external corpora of an SGLang server: texts that its n-gram algorithm drafts from beside its own.
+"""The external corpora of an SGLang server: more texts for its n-gram algorithm to draft from.
 
-A corpus makes the server faster and changes no text. So whatever fails here is one error, for a warning.
+A corpus makes the server faster and changes no text. So all failures here are one kind of error, for a warning.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class CorpusError(LaserbatchError):
-    """Why a server has no corpus of ours, or still has it."""
+    """The reason why a server has no corpus of ours, or why it still has one."""
 
 
 class ExternalCorpora:
@@ -31,7 +31,7 @@ class ExternalCorpora:
         self._settings = settings
 
     def room(self, corpus_id: str) -> int | None:
-        """Number of tokens that a corpus may have beside the server's other ones; None if this server takes none.
+        """The number of tokens that a corpus may have besides the server's others; None if this server takes none.
 
         A server takes corpora if it is SGLang, drafts by n-grams, and was started with draft tokens for corpora.
         """

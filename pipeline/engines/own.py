@@ -32,8 +32,8 @@ from laserbatch.retrieval_pools.step_cost import StepCost
 
 WARM_UP_PROMPT_TOKENS, WARM_UP_NEW_TOKENS = 64, 8
 GRAPH_COUNTS = ("captures", "failed_captures", "replays", "eager_steps")
-SMALL_BATCHES = 1, 4  # texts of a shard's last steps
-USUAL_SHARE = 0.99  # of a pool's texts
+SMALL_BATCHES = 1, 4  # batch sizes of a shard's last steps
+USUAL_SHARE = 0.99  # share of a pool's texts that are no longer than `usual_tokens`
 RESIDENT_SHARE = 0.25  # of the free memory: a larger pool is read from the disk as drafts need it
 
 
@@ -42,8 +42,8 @@ class OwnEngine(TextEngine):
 
     Parameters
     ----------
-    num_threads : of the processor, for this engine.
-    num_sharing, num_workers : engines of this machine or, on a GPU, of that GPU; and of the run.
+    num_threads : number of CPU threads for this engine.
+    num_sharing, num_workers : number of engines on this machine or, on a GPU, on that GPU; and in the run.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class OwnEngine(TextEngine):
         decoding: DecodingSettings,
         budget: Budget | None = None,
     ) -> Iterator[GenerationResult | GenerationFailure]:
-        self.engine.reset_prefix_cache()  # what was written before, for whatever purpose, must not matter
+        self.engine.reset_prefix_cache()  # texts that were written before, for whatever purpose, must not matter
         # The engine's own settings may be those of another pass.
         engine, budget = self.engine, budget or Budget.of(decoding)
         drafter = drafter_from(
@@ -121,7 +121,7 @@ class OwnEngine(TextEngine):
     def result(
         self, sequence: DecodingSequence, outcome: str | GenerationFailure
     ) -> GenerationResult | GenerationFailure:
-        """What `generate` yields for a text that ended so in a stream of the engine."""
+        """The result, as `generate` yields it, of a text that ended with this outcome in a stream of the engine."""
         result = self.engine.result(sequence, outcome)
         if isinstance(result, GenerationFailure):
             return result

@@ -1,4 +1,4 @@
-"""What the answers of a server took, over all attempts at a run: tokens, requests, and who answered."""
+"""The use of a server, over all attempts at a run: tokens, requests, and who answered."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -16,16 +16,16 @@ SPENDING_FILE = "endpoint.json"  # in the run's folder
 class Spending:
     """Counts that a worker adds to, kept in a file of the run's folder."""
 
-    num_requests: int = 0  # that were answered
+    num_requests: int = 0  # answered ones
     num_retries: int = 0
     num_prompt_tokens: int = 0  # cached ones included
     num_cached_tokens: int = 0
     num_completion_tokens: int = 0
-    answered_by: dict[str, int] = field(default_factory=dict)  # what the server says it is -> answers
+    answered_by: dict[str, int] = field(default_factory=dict)  # the server's description of itself -> number of answers
 
     @classmethod
     def of(cls, run_dir: Path) -> "Spending":
-        """That of a run so far. Raises WorkspaceError: its file is damaged."""
+        """The spending of a run so far. Raises WorkspaceError: its file is damaged."""
         path = run_dir / SPENDING_FILE
         return cls(**read_json(path)) if path.exists() else cls()
 
@@ -33,7 +33,7 @@ class Spending:
         write_json(asdict(self), run_dir / SPENDING_FILE)
 
     def add(self, usage: Any, num_prompt: int, num_completion: int, answered_by: str) -> None:
-        """Count an answer by the server's `usage`, or where it has none by our own numbers of tokens."""
+        """Count an answer by the server's `usage` or, if it has none, by our own numbers of tokens."""
         self.num_requests += 1
         self.answered_by[answered_by] = self.answered_by.get(answered_by, 0) + 1
         num_prompt = _counted(usage, "prompt_tokens", num_prompt)
@@ -43,12 +43,12 @@ class Spending:
         self.num_cached_tokens += min(_counted(details, "cached_tokens", 0), num_prompt)
 
     def cost(self, prices: TokenPrices | None) -> float | None:
-        """What all of it cost; None without a price."""
+        """The cost of all tokens; None without prices."""
         tokens = self.num_prompt_tokens, self.num_completion_tokens, self.num_cached_tokens
         return None if prices is None else prices.cost(*tokens)
 
     def figures(self, settings: EndpointSettings) -> EndpointFigures:
-        """The same for a manifest, with the server and the money."""
+        """These counts for a manifest, with the server and the cost."""
         return EndpointFigures(
             url=settings.url,
             model=settings.model,

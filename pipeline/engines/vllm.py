@@ -1,7 +1,7 @@
 """vLLM as a worker's engine: its own forwards and cache, our pools by `retrieval_pools.integrations.vllm`.
 
-It verifies greedily. Steps are taken here one by one, so that who watches the worker sees it go on, and so that what
-each step added to a text says how many drafts it accepted. docs/vllm.md says how nights use it.
+It verifies greedily. Steps are taken here one by one, so that a watcher sees the worker go on, and because the tokens
+that a step adds to a text tell how many drafts it accepted. docs/vllm.md says how nights use it.
 """
 
 import hashlib
@@ -52,8 +52,8 @@ from laserbatch.retrieval_pools.sources import NUM_SOURCES, SOURCE_POOL, SOURCE_
 
 logger = logging.getLogger(__name__)
 
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of `max_lora_rank`
-CACHE_SHARE = 0.25  # of the free memory, on a CPU, among engines that share it
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # allowed values of `max_lora_rank`
+CACHE_SHARE = 0.25  # of the free memory of a machine without GPU, divided among its engines
 NUM_DRAFTED = "vllm:spec_decode_num_draft_tokens"
 
 
@@ -66,7 +66,7 @@ class _Text:
     finish_reason: str = ""
 
     def extend(self, token_ids: list[int]) -> None:
-        """What a step added: accepted drafts, then the model's own token."""
+        """Add the tokens of a step: accepted drafts, then the model's own token."""
         if token_ids:
             self.token_ids += token_ids
             self.sources += [SOURCE_POOL] * (len(token_ids) - 1) + [SOURCE_TARGET]
@@ -76,13 +76,13 @@ class _Text:
 class VllmEngine(TextEngine):
     """`vllm.LLM` as a `TextEngine`. Raises ModelError, PoolError: vLLM, the model or a pool cannot be used.
 
-    Drafted tokens have the source "pool", whatever the proposer took them from. vLLM counts what it drafts for all
-    texts together: `num_drafted` of a text is its share by steps of those that were written with it.
+    Drafted tokens have the source "pool", whatever the proposer took them from. vLLM counts drafted tokens for all
+    texts together: a text's `num_drafted` is its accepted tokens and, by its share of steps, a part of the rejected.
 
     Parameters
     ----------
-    num_threads : of the processor, for this engine.
-    num_sharing : engines of this machine.
+    num_threads : number of CPU threads for this engine.
+    num_sharing : number of engines on this machine.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class VllmEngine(TextEngine):
         decoding: DecodingSettings,
         budget: Budget | None = None,
     ) -> Iterator[GenerationResult | GenerationFailure]:
-        """As `TextEngine.generate`; what is drafted the proposer decides at each step, not the budget."""
+        """Like `TextEngine.generate`; the proposer, not the budget, decides at each step what is drafted."""
         requests = list(requests)
         if (routes := self._routes(side)).parent.exists():
             write_routes(new := routes.with_suffix(".new"), ((r.prompt_ids, r.group, r.previous_ids) for r in requests))
@@ -169,7 +169,7 @@ class VllmEngine(TextEngine):
         yield from self._results(list(texts.values()), self._num_drafted() - num_drafted)
 
     def _begin(self, request: GenerationRequest) -> None:
-        """Hand a request to vLLM. Raises ValueError: it cannot be done, and why."""
+        """Hand a request to vLLM. Raises ValueError: it cannot be done; the message says why."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -196,7 +196,7 @@ class VllmEngine(TextEngine):
         try:
             outputs = self._engine.step()
         except Exception:
-            # It cannot be used again. Without this process the shard goes to another worker, by halves where need be.
+            # The engine cannot be used again. When this process ends, another worker gets the shard, perhaps in halves.
             logger.exception("vLLM's engine failed: this worker ends")
             self._folder.remove()  # os._exit runs no clean-up
             os._exit(1)
@@ -210,7 +210,7 @@ class VllmEngine(TextEngine):
     def _results(self, texts: list[_Text], num_drafted: int) -> Iterator[GenerationResult]:
         accepted = [sum(source != SOURCE_TARGET for source in text.sources) for text in texts]
         spare, num_steps = max(0, num_drafted - sum(accepted)), max(1, sum(text.num_steps for text in texts))
-        num_attributed, num_before = 0, 0  # rejected drafts that were handed out, steps of texts before
+        num_attributed, num_before = 0, 0  # rejected drafts and steps of the texts so far
         for text, num_accepted in zip(texts, accepted, strict=True):
             num_before += text.num_steps
             num_attributed_before, num_attributed = num_attributed, spare * num_before // num_steps
@@ -239,7 +239,7 @@ class VllmEngine(TextEngine):
         return self._folder.path / side / "routes.parquet"
 
     def _write_settings(self, pool_dirs: Mapping[Side, Path], cost: Path, budget: Budget) -> None:
-        """The file that the proposer reads: both sides' pools, each with routes that every shard writes anew."""
+        """Write the file that the proposer reads: both sides' pools, each with routes that every shard replaces."""
         pool_settings = []
         for side, folder in pool_dirs.items():
             self._routes(side).parent.mkdir()
@@ -253,7 +253,7 @@ class VllmEngine(TextEngine):
 
 
 def _num_parameters(model_dir: Path, config: Any) -> int:
-    """Parameters of the plain model; of one that transformers does not know, the values in its files."""
+    """The number of parameters of the plain model, or of values in its files if transformers does not know it."""
     num_stored = num_stored_values(find_weights(model_dir))
     if quantization_of(read_config(model_dir)) is None:
         return num_stored
@@ -264,10 +264,10 @@ def _num_parameters(model_dir: Path, config: Any) -> int:
 
 
 def _answer_for_llvmlite() -> None:
-    """Have llvmlite's library say that it has no attributes of its own, where it is loaded.
+    """Make llvmlite's library, if it is loaded, report that it has no attributes of its own.
 
-    vLLM 0.32 on a CPU looks at `vars` of all objects in all modules. llvmlite's library takes `__dict__` for one of its
-    functions, and vLLM does not load.
+    vLLM 0.32 on a CPU reads `vars` of all objects in all modules. llvmlite's library takes `__dict__` for one of its
+    functions, and then vLLM does not load.
     """
     if (binding := sys.modules.get("llvmlite.binding.ffi")) is not None:
         with suppress(AttributeError):
@@ -275,7 +275,7 @@ def _answer_for_llvmlite() -> None:
 
 
 def set_environment(device: str, num_threads: int, num_sharing: int) -> None:
-    """What vLLM reads from the environment, where nobody has set it: this process, no network, its share of a CPU."""
+    """Set variables that vLLM reads, most only if unset: one process, no network, and its share of a CPU."""
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if device == "cpu":
         cache_gib = max(1, int(CACHE_SHARE * host_memory().free_bytes / num_sharing / 2**30))
@@ -298,9 +298,9 @@ def engine_arguments(model_dir: Path, decoding: DecodingSettings, device: str) -
         "max_num_seqs": decoding.batch_size,
         "generation_config": "vllm",
         "load_format": "safetensors",
-        "disable_log_stats": False,  # by them drafts are counted
+        "disable_log_stats": False,  # drafts are counted by them
         "seed": 0,
-        "structured_outputs_config": {"backend": "guidance"},  # which reads the grammars of `knowledge.forms`
+        "structured_outputs_config": {"backend": "guidance"},  # it reads the grammars of `knowledge.forms`
         **adapter,
         **decoding.vllm,
     }
@@ -315,7 +315,7 @@ def cached_cost(folder: Path, model_dir: Path, arguments: Mapping[str, Any], num
     facts += [os.cpu_count(), os.environ.get("OMP_NUM_THREADS"), __version__]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:12]
     path = folder / "vllm" / f"{digest}.json"
-    with suppress(OSError, ValueError):  # one that is not there, or damaged
+    with suppress(OSError, ValueError):  # the file is missing or damaged
         json.loads(path.read_bytes())
         return path
     logger.info("measuring what steps of vLLM cost here, once: %s", path)

@@ -1,1 +1,1 @@
-"""Attention over slots of the KV cache: what sees what, and three ways to compute it."""
+"""Attention over slots of the KV cache: which keys a token sees, and three implementations."""

@@ -1,8 +1,8 @@
 """AMX, Intel's instructions on tiles of bfloat16 matrices, for compiled loops.
 
-A tile has 16 rows of 64 bytes: 32 bfloat16, 16 pairs of them, or 16 float32. There are eight, which instructions name
-by number. A place is an index of an array as it lies in memory, whatever its shape. A loop with one of these is
-compiled only where `has_amx`, since no other processor's code can be made of it.
+A tile has 16 rows of 64 bytes: 32 bfloat16 (16 pairs), or 16 float32. There are eight tiles, which instructions name by
+number. A place is a flat index into the memory of an array, whatever its shape. A loop with these instructions is
+compiled only where `has_amx`, because it cannot be compiled for another processor.
 """
 
 import ctypes
@@ -22,10 +22,10 @@ from laserbatch.pipeline.processor import processor_flags
 from laserbatch.retrieval_pools.compiled import intrinsic
 
 ROWS, ROW_BYTES = 16, 64  # of a tile
-STEP = ROW_BYTES // 2  # bfloat16 of a row, which are multiplied at once
-TILE = ROWS * STEP  # bfloat16 of a tile
+STEP = ROW_BYTES // 2  # bfloat16 values per row, which are multiplied at once
+TILE = ROWS * STEP  # bfloat16 values per tile
 
-# What AMX is told before its first instruction: palette 1, and eight tiles of 16 rows of 64 bytes.
+# The configuration that AMX needs before its first instruction: palette 1, and eight tiles of 16 rows of 64 bytes.
 CONFIGURATION = np.zeros(64, np.uint8)
 CONFIGURATION[0] = 1
 CONFIGURATION[16:32:2], CONFIGURATION[48:56] = ROW_BYTES, ROWS
@@ -33,19 +33,19 @@ CONFIGURATION[16:32:2], CONFIGURATION[48:56] = ROW_BYTES, ROWS
 
 @cache
 def has_amx() -> bool:
-    """Whether this process may use AMX for bfloat16: Linux wants to be asked, since it enlarges a thread's state."""
+    """Whether this process may use AMX for bfloat16; Linux grants it on request, as it enlarges a thread's state."""
     if "amx_bf16" not in processor_flags() or platform.machine() != "x86_64":
         return False
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
     return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
-# A tile's number is a part of its instruction.
+# A tile's number is a part of the instruction, so it must be a literal.
 literal_intrinsic = cast(Callable[[Callable], Callable], numba_intrinsic(prefer_literal=True))
 
 
 def _tile_instruction(name: str, num_tiles: int, has_memory: bool):
-    """What emits an instruction on tiles, by number, and on a place of an array, with the bytes from row to row."""
+    """Return the emitter of an instruction on tiles, by number, and on a place of an array and its bytes per row."""
 
     def emit_instruction(context, builder, signature, arguments):
         emit = Emitter(context, builder, signature, arguments)
@@ -74,7 +74,7 @@ def load_tile(typing, tile, array, place):
 
 @literal_intrinsic
 def stream_tile(typing, tile, array, place):
-    """As `load_tile`, leaving the first-level cache to others."""
+    """Like `load_tile`, leaving the first-level cache to other data."""
     return types.void(tile, array, place), _tile_instruction("tileloaddt164", 1, True)
 
 
@@ -85,19 +85,19 @@ def store_tile(typing, tile, array, place):
 
 @literal_intrinsic
 def load_rows(typing, tile, array, place, row_bytes):
-    """As `load_tile`, of rows that lie so many bytes apart."""
+    """Like `load_tile`, for rows `row_bytes` bytes apart."""
     return types.void(tile, array, place, row_bytes), _tile_instruction("tileloadd64", 1, True)
 
 
 @literal_intrinsic
 def store_rows(typing, tile, array, place, row_bytes):
-    """As `store_tile`, to rows that lie so many bytes apart."""
+    """Like `store_tile`, to rows `row_bytes` bytes apart."""
     return types.void(tile, array, place, row_bytes), _tile_instruction("tilestored64", 1, True)
 
 
 @literal_intrinsic
 def add_tiles(typing, sums, left, right):
-    """sums += left @ right, of tiles by their numbers."""
+    """sums += left @ right, for tiles given by their numbers."""
     return types.void(sums, left, right), _tile_instruction("tdpbf16ps", 3, False)
 
 

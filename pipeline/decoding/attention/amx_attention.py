@@ -1,9 +1,9 @@
-"""Attention's two products by AMX, for a task of `numba_attention` in bfloat16.
+"""The two matrix products of attention by AMX, for a task of `numba_attention` in bfloat16.
 
-Products are added up in float32, and weights are rounded to bfloat16 first, as transformers does. The processor adds up
-a step's 32 values apart from those before it, even and odd ones apart too. So that a token has the same bits whatever
-is beside it, a value's place in a step is that of its position in the text: a task begins at a multiple of 32, and the
-nodes of a tree, whose places among others are not their positions, are added up in vectors in just that order.
+Products are summed in float32, and weights are rounded to bfloat16 first, as transformers does. The processor sums the
+32 values of a step apart from earlier steps, and even and odd values apart as well. A token must have the same bits
+whatever is in its batch, so a value's place in a step follows from its position in the text: a task begins at a
+multiple of 32. Nodes of a tree do not lie at their positions, so vector code sums them in the order that AMX would use.
 """
 
 import numpy as np
@@ -41,7 +41,7 @@ from laserbatch.retrieval_pools.compiled import fetch
 
 
 def fits_tiles(keys, head_dim, value_dim):
-    """Whether the functions below may be called; in compiled loops alone, as they are."""
+    """Whether the functions below may be called; like them, it exists in compiled loops only."""
     raise NotImplementedError
 
 
@@ -55,9 +55,9 @@ def set_scores_by_tiles(query, head, keys, values, places, scores):
 
 
 def set_sums_by_tiles(scores, num_weighted, num_keys, values, places, sums):
-    """Set sums (padded rows, value_dim) to the sums of the values of the first keys, weighted by the scores.
+    """Set sums (padded rows, value_dim) to the sums of the first `num_keys` values, weighted by the scores.
 
-    The first `num_weighted` rows have any; of the other ones the sums mean nothing.
+    Only the first `num_weighted` rows have weights; the sums of other rows are undefined.
     """
     raise NotImplementedError
 
@@ -93,14 +93,14 @@ def _set_sums(scores, num_weighted, num_keys, values, places, sums):
 
 @njit(error_model="numpy")
 def _aligned(size):
-    """An array of uint16, uninitialised, that begins with a line of the cache."""
+    """An uninitialised array of uint16 that begins at a cache line."""
     array = np.empty(size + ROW_BYTES // 2, np.uint16)
     return array[-array.ctypes.data % ROW_BYTES // 2 :]
 
 
 @njit(error_model="numpy")
 def _add_step(lefts, row, column, width, has_lower):
-    """Add to tiles 0 to 3 the products of tiles 4 and 5 with STEP values of ROWS rows, and of the ROWS below them."""
+    """Add to tiles 0 to 3 the products of STEP values of ROWS rows, and of the next ROWS, with tiles 4 and 5."""
     load_rows(6, lefts, row * width + column, 2 * width), add_tiles(0, 6, 4), add_tiles(1, 6, 5)
     if has_lower:
         load_rows(7, lefts, (row + ROWS) * width + column, 2 * width), add_tiles(2, 7, 4), add_tiles(3, 7, 5)
@@ -129,7 +129,7 @@ def _scores_by_tiles(query, head, keys, values, places, scores):
     columns, half = _aligned(2 * LANES * head_dim), LANES * head_dim
     turned = columns[: 2 * LANES * head_dim].reshape(
         head_dim, 2 * LANES
-    )  # of the first LANES keys, and below them of the next ones
+    )  # upper half: the first LANES keys; lower half: the next ones
     configure_tiles(CONFIGURATION)
     for key in range(0, width, 2 * LANES):
         for first in range(key, key + 2 * LANES, LANES):
@@ -179,18 +179,18 @@ def _sums_by_tiles(scores, num_weighted, num_keys, values, places, sums):
 
 @njit(error_model="numpy")
 def add_in_order_of_steps(scores, num_folded, begin, chain_end, ancestors, values, places, sums):
-    """Add the weighted values of keys from `begin` on to the sums (padded rows, value_dim), in the order of AMX.
+    """Add the weighted values of keys from `begin` on to the sums (padded rows, value_dim), in AMX's order.
 
     Parameters
     ----------
-    scores : float32 (rows, keys), of `num_folded` rows for each token.
-    begin : a multiple of STEP, before which all are added already.
-    chain_end : up to here keys lie at the positions of their tokens; behind it are the nodes of the tree.
-    ancestors : the nodes that each token sees, a bit each; other nodes have no position in its text.
+    scores : float32 (rows, keys), `num_folded` rows for each token.
+    begin : a multiple of STEP; the keys before it are already added.
+    chain_end : keys before it lie at the positions of their tokens; after it come the nodes of the tree.
+    ancestors : a bit mask for each token of the nodes that it sees; other nodes have no position in its text.
     """
     num_rows, num_keys = scores.shape
     weights = np.zeros((num_rows, num_keys - begin), np.float32)
-    at = np.full(weights.shape, -1, np.int64)  # positions, from `begin` on
+    at = np.full(weights.shape, -1, np.int64)  # positions of seen keys, from `begin` on
     last = 0
     for row in range(num_rows):
         seen, position = ancestors[row // num_folded], 0
@@ -203,7 +203,7 @@ def add_in_order_of_steps(scores, num_folded, begin, chain_end, ancestors, value
     value_rows = np.empty((padded(num_keys - begin, TILE_COLUMNS), values.shape[1]), np.float32)
     for key in range(0, num_keys - begin, TILE_COLUMNS):
         gather_rows(values, places, begin + key, value_rows[key : key + TILE_COLUMNS])
-    # What is not at an even position of a step, or at an odd one, adds zeros.
+    # Each pass takes the even or the odd positions of a step; all other keys add zeros.
     own_weights = np.zeros((len(sums), num_keys - begin), np.float32)
     parts = np.empty((2, *sums.shape), np.float32)
     for step in range(0, last, STEP):

@@ -1,4 +1,4 @@
-"""bfloat16 in compiled loops. numba has no such type: arrays of it are handed over as uint16 and computed in float32.
+"""bfloat16 in compiled loops. numba has no such type: its arrays are passed as uint16 and computed in float32.
 
 A bfloat16 is the upper half of a float32, so that widening is a shift; narrowing rounds to the nearest, ties to even.
 """
@@ -15,18 +15,18 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def as_tensor(array: np.ndarray) -> torch.Tensor:
-    """The tensor of such an array, in the same memory."""
+    """The tensor that shares the memory of such an array."""
     tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
 
 
 def widened(value):
-    """A number of such an array as float32; in compiled loops alone."""
+    """An element of such an array as float32; exists in compiled loops only."""
     raise NotImplementedError
 
 
 def narrowed(value, array):
-    """A float32 as a number of `array`; in compiled loops alone."""
+    """A float32 as an element of `array`; exists in compiled loops only."""
     raise NotImplementedError
 
 

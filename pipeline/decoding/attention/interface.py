@@ -1,8 +1,8 @@
 """Our attention as a function of transformers' attention interface, so that its models run unmodified.
 
-What a forward needs to know comes through a context variable, not keyword arguments, which some models drop. No mask
-function is registered under our name, so transformers builds no mask of its own. What attends is chosen here: a kernel,
-which is compared with torch's attention before it is believed, compiled loops, or torch.
+A forward's plan is passed in a context variable, because some models drop keyword arguments. No mask function is
+registered under our name, so transformers builds no mask. The implementation is chosen here: a kernel, which is
+compared with torch's attention before it is trusted, compiled loops, or torch.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,16 +22,16 @@ from laserbatch.pipeline.errors import ModelError
 from laserbatch.pipeline.processor import multiplies_bfloat16
 
 ATTENTION_NAME = "laserbatch_slots"
-# Relative error of what is computed in another way, above which it is wrong. Broken masks or positions give 0.1 to 1.
+# A result with a larger error relative to another implementation is wrong. Broken masks or positions give 0.1 to 1.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
 _ABSENT = object()
 
 
 @dataclass
 class StepPlan:
-    """One forward over a cache: where its N tokens are written, int64[N], and what attends.
+    """One forward over a cache: the slots to which its N tokens are written, int64[N], and its attention.
 
-    `attention(query, keys, values, scale, window, softcap, sinks)` is the contract of `metadata`, of this step.
+    `attention(query, keys, values, scale, window, softcap, sinks)` keeps the contract of `metadata` for this step.
     """
 
     cache: KVCache
@@ -45,7 +45,7 @@ _step_plan: ContextVar[StepPlan] = ContextVar("laserbatch_step_plan")
 
 @contextmanager
 def planned(plan: StepPlan) -> Iterator[None]:
-    """A model's forward within the block follows this plan."""
+    """Make a model's forward within the block follow this plan."""
     token = _step_plan.set(plan)
     try:
         yield
@@ -68,16 +68,16 @@ def slot_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer in a batch of packed sequences: (1, num_tokens, num_heads, value_dim) and None.
 
-    A layer's new keys go into the cache, and its tokens read them by slot.
+    The layer's new keys and values are written to the cache, and its tokens read them by slot.
 
     Parameters
     ----------
     query : (1, num_heads, num_tokens, head_dim), after rotary embedding; key and value with their own head counts.
     scaling : None is 1 / sqrt(head_dim).
-    sliding_window : of a model that does not say it, it is the layer's attribute.
+    sliding_window : if the model does not pass it, the layer's attribute is used.
     softcap, s_aux : Gemma's bounded scores and GPT-OSS's attention sinks.
 
-    Raises ModelError: the model masks or biases scores in a way of its own.
+    Raises ModelError: the model passes its own mask or bias of scores.
     """
     plan = _step_plan.get()
     window = getattr(module, "sliding_window", None) if sliding_window is _ABSENT else sliding_window
@@ -97,7 +97,7 @@ AttentionInterface.register(ATTENTION_NAME, slot_attention)
 
 @dataclass
 class EagerAttention:
-    """A step's attention without a kernel: compiled loops on a CPU where they serve, else torch's."""
+    """A step's attention without a kernel: compiled loops on a CPU where they apply, otherwise torch."""
 
     metadata: AttentionMetadata[np.ndarray]
     device: torch.device
@@ -119,7 +119,7 @@ class EagerAttention:
 
 
 def _has_loops(query: torch.Tensor) -> bool:
-    """Whether compiled loops serve queries: in bfloat16 they multiply pairs, by instructions of the processor."""
+    """Whether compiled loops can take queries; in bfloat16 they need the processor's instructions on pairs."""
     if query.device.type != "cpu":
         return False
     is_paired = query.dtype == torch.bfloat16 and query.shape[2] % 2 == 0
@@ -132,9 +132,9 @@ class KernelError(RuntimeError):
 
 @dataclass(frozen=True)
 class CheckedKernel:
-    """A step's attention by a kernel, which is compared with torch's once for each kind of layer not yet in `checked`.
+    """A step's attention by a kernel, which is compared with torch's once for each kind of layer (`checked`).
 
-    `metadata` is on the kernel's device, `eager` of the same step; the kernel pads, torch does not.
+    `metadata` is on the kernel's device and may be padded; `eager` is the same step's without padding.
     """
 
     kernel: Callable[..., torch.Tensor]

@@ -1,8 +1,8 @@
-"""Which keys each new token of a batch sees: the attention contract, said in index arrays.
+"""The attention contract: index arrays say which keys each new token of a batch sees.
 
 A batch is the new tokens of several sequences, one sequence after another. A sequence's new tokens are a causal chain
-(a part of its prompt, or its last committed token) and a draft tree below it. Keys and values lie in the KV cache,
-anywhere: the slots name them.
+(a part of its prompt, or its last committed token) and a draft tree below it. Keys and values lie anywhere in the KV
+cache, and slots locate them.
 
 The contract is implemented by `triton_attention` (CUDA), `numba_attention` (a CPU, few new tokens a sequence) and
 `torch_attention` (any device, padded), each
@@ -15,7 +15,7 @@ The contract is implemented by `triton_attention` (CUDA), `numba_attention` (a C
     scale : factor of the scores.
     window : a token sees those less than this many positions before it; None: all.
     softcap : scores are bounded to softcap * tanh(score / softcap); None: they are not.
-    sinks : (num_heads,), a score that takes part in each softmax and brings no value; None: there is none.
+    sinks : (num_heads,), a score that joins each softmax without a value; None: no sinks.
 """
 
 from dataclasses import dataclass
@@ -27,10 +27,10 @@ import torch
 from laserbatch.pipeline.decoding.batch import Batch
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 
-MIN_COVERED_KEYS = 256  # of the longest sequence of a shape
+MIN_COVERED_KEYS = 256  # least number of keys that a shape covers
 MIN_PART_KEYS = 32
 MAX_PARTS = 32
-MIN_PROGRAMS = 1024  # below which keys are cut: an H100 runs some 500 programs of the kernel at once
+MIN_PROGRAMS = 1024  # with fewer, keys are cut into parts: an H100 runs some 500 programs of the kernel at once
 MAX_TILE_TOKENS = 64
 
 Array = TypeVar("Array", np.ndarray, torch.Tensor)
@@ -38,17 +38,17 @@ Array = TypeVar("Array", np.ndarray, torch.Tensor)
 
 @dataclass(frozen=True)
 class AttentionMetadata(Generic[Array]):
-    """A batch of B sequences and N new tokens; arrays of numpy on the host, or tensors on one device.
+    """A batch of B sequences and N new tokens: numpy arrays on the host, or tensors on one device.
 
-    `slots` int32[total]: of each sequence the slots of its committed tokens in text order, then those of its new tokens
-    in the batch's order; sequence b's are `slots[cu_seqlens_k[b] : cu_seqlens_k[b + 1]]`, int32[B + 1], of which the
-    first `num_committed[b]` are committed, int32[B]. Its new tokens are `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]`,
-    int32[B + 1], the first `num_chain[b]` of them its chain, int32[B], the rest its tree.
+    `slots` int32[total]: for each sequence the slots of its committed tokens in text order, then those of its new
+    tokens in the batch's order. Sequence b has `slots[cu_seqlens_k[b] : cu_seqlens_k[b + 1]]`, int32[B + 1]; the first
+    `num_committed[b]` of these, int32[B], are committed. Its new tokens are `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]`,
+    int32[B + 1]; the first `num_chain[b]` of these, int32[B], are its chain, the others its tree.
 
-    A new token sees all that is committed. `ancestors` int64[N]: of a tree node, bit j says that it sees node j of its
-    own tree, its own bit included; 0 in a chain. `positions` int32[N], absolute; committed token i is at position i,
-    and the chain goes on from there. Arrays may be longer than needed: tokens from `cu_seqlens_q[B]` on are padding,
-    and their result is zero.
+    A new token sees all committed tokens of its sequence. `ancestors` int64[N]: bit j of a tree node is set if it sees
+    node j of its tree, itself included; 0 in a chain. `positions` int32[N]: position in the text; committed token i is
+    at position i, and the chain continues from there. Arrays may be longer than needed: tokens from `cu_seqlens_q[B]`
+    on are padding, and their result is zero.
     """
 
     slots: Array
@@ -85,11 +85,11 @@ def attention_metadata(batch: Batch, cache: KVCache) -> AttentionMetadata[np.nda
 
 @dataclass(frozen=True)
 class LaunchShape:
-    """What the Triton kernel's launch depends on beside tensors: steps of one shape can replay a captured launch.
+    """The parameters of the Triton kernel's launch besides tensors: steps of one shape can replay a captured launch.
 
-    `num_parts` : into how many parts the keys of a sequence are cut, a power of two; 1 takes all keys in one go.
-    `tile_tokens` : tokens of a sequence that go together, a power of 4.
-    `part_keys` : keys of a part, a power of two.
+    `num_parts` : number of parts into which the keys of a sequence are cut, a power of two; 1: they are not cut.
+    `tile_tokens` : number of a sequence's tokens that are computed together, a power of 4.
+    `part_keys` : number of keys of a part, a power of two.
     """
 
     num_parts: int
@@ -98,16 +98,16 @@ class LaunchShape:
 
     @property
     def max_keys(self) -> int:
-        """Keys of the longest sequence that the shape serves."""
+        """The number of keys of the longest sequence that the shape covers."""
         return self.num_parts * self.part_keys
 
     @classmethod
     def of(cls, max_keys: int, num_tokens: int, num_sequences: int, num_kv_heads: int = 8) -> "LaunchShape":
-        """For sequences of up to `max_keys` keys, new tokens included.
+        """The shape for sequences of up to `max_keys` keys, new tokens included.
 
-        Keys are cut where sequences and heads alone do not occupy the device: partial results are written and read
-        again, which took more than half as long as the attention itself for trees of 8 at batch 64 on an H200. Prompts
-        are never cut.
+        Keys are cut only where sequences and heads alone do not occupy the device, as partial results are written and
+        read back: that took more than half as long as the attention itself for trees of 8 at batch 64 on an H200. The
+        keys of prompts are never cut.
         """
         tile_tokens = 1
         while tile_tokens < MAX_TILE_TOKENS and tile_tokens * num_sequences < num_tokens:

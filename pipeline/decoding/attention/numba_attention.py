@@ -3,10 +3,10 @@
 No sequence is padded to another. A task is a few neighbouring tokens of a sequence with all the query heads that share
 a key-value head; it copies the keys and values that it needs as float32, in whole vectors, and so few at a time that
 they stay in the first-level cache. The tasks of a step are divided among torch's threads. A token's scores and sums are
-added up in an order of their own, and keys that it does not see add exact zeros, so that it has the same bits in a tree
-as alone, and whatever else is in the batch. In bfloat16 queries, keys, values and the result are rounded, and all else
-is float32; where the processor has AMX, that multiplies (`amx_attention`). The contract is that of `metadata`, without
-softcap and sinks. Import it only where it is used: numba takes a while.
+added in a fixed order, and keys that it does not see add exact zeros, so that it has the same bits in a tree as alone,
+whatever else is in the batch. In bfloat16, queries, keys, values and the result are rounded, and all else is float32;
+where the processor has AMX, AMX multiplies (`amx_attention`). The contract is that of `metadata`, without softcap and
+sinks. Import this module only where it is used: numba takes a while to load.
 """
 
 from dataclasses import dataclass
@@ -37,11 +37,11 @@ from laserbatch.pipeline.decoding.attention.tile_product import (
 )
 from laserbatch.retrieval_pools.compiled import cached, source_stamp
 
-# Loops with instructions of AMX are no use where this process may not run them.
+# Compiled loops with AMX instructions are stored apart, as a process without AMX cannot run them.
 ATTENTION_STAMP = f"{source_stamp(sorted(Path(__file__).parent.glob('*.py')))}-{has_amx()}"
-MAX_TASK_ROWS = 64  # tokens x query heads of a task, at most: its scores stay in a core's cache
+MAX_TASK_ROWS = 64  # most tokens x query heads of a task, so that its scores stay in a core's cache
 MIN_SCORES_PER_THREAD = 3_000  # fewer scores are computed faster by one thread than by two
-# Sums may be taken in another order, as vectors need it; what is not finite stays so.
+# Sums may be taken in another order, as vectors need it; numbers that are not finite stay so.
 SUMS = {"reassoc", "contract", "nsz", "arcp"}
 FIXED_POINT = np.float32(1 << 30)
 LOG2E = np.float32(1.4426950408889634)
@@ -49,7 +49,7 @@ LOG2E = np.float32(1.4426950408889634)
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tokens [first, last) of the batch that go together, their sequence, int64[num_tasks] all; and query-key pairs."""
+    """The sequence and tokens [first, last) of each task, int64[num_tasks] all; and the number of query-key pairs."""
 
     sequences: np.ndarray
     first: np.ndarray
@@ -102,11 +102,11 @@ def numba_attention(
 
 @cache
 def num_threads() -> int:
-    """Threads that numba has. It starts them where torch has its own, and must not change how many torch uses."""
+    """Start numba's threads without changing the number of torch's; return the number of numba's threads."""
     torch_threads = torch.get_num_threads()
     numba.set_num_threads(1)  # starts them
     torch.set_num_threads(torch_threads)
-    # numba sets it as it is imported, which its types do not show.
+    # numba sets it when it is imported, which its types do not show.
     return numba.config.NUMBA_NUM_THREADS  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
 
@@ -115,7 +115,7 @@ def _attend(
     query, keys, values, slots, cu_seqlens_k, num_committed, cu_seqlens_q, num_chain, ancestors, positions,
     sequences, first, last, scale, window, result,
 ):  # fmt: skip
-    """Attention of tasks: query (N, num_kv_heads, num_folded, head_dim), result with value_dim; window 0 is none."""
+    """Attention of all tasks: query (N, num_kv_heads, num_folded, head_dim), result with value_dim; window 0: none."""
     num_kv_heads = query.shape[1]
     for number in prange(len(sequences) * num_kv_heads):
         task, head = number // num_kv_heads, number % num_kv_heads
@@ -130,20 +130,20 @@ def _attend(
         )  # fmt: skip
 
 
-@njit(error_model="numpy")  # a division that checks for zero is no vector's
+@njit(error_model="numpy")  # a division that checks for zero is not vectorised
 def _attend_tile(
     query, keys, values, slots, committed, chain, ancestors, positions, first, head, scale, window, result
 ):  # fmt: skip
     """Attend for one task and head: the sequence's new tokens from `first` on.
 
-    query (tokens, num_kv_heads, num_folded, head_dim), of which one key-value head is read; so is the result's written.
+    `query` (tokens, num_kv_heads, num_folded, head_dim) is read, and `result` written, at one key-value head only.
     """
     num_tokens, _, num_folded, head_dim = query.shape
     lowest = positions[first]
     for token in range(first, first + num_tokens):
         lowest = min(lowest, positions[token])
     begin = max(0, min(lowest - window + 1, committed)) // STEP * STEP if window > 0 else 0
-    end = committed + first + num_tokens  # a token sees none of those behind it
+    end = committed + first + num_tokens  # a token sees none of the tokens after it
     num_keys, num_rows = end - begin, num_tokens * num_folded
     places = np.empty(padded(num_keys, TILE_COLUMNS), np.int64)
     for key in range(len(places)):
@@ -188,7 +188,7 @@ def _attend_tile(
 
 @njit(error_model="numpy")
 def _set_scores(query, head, keys, values, places, scores):
-    """As `amx_attention.set_scores_by_tiles`, in vectors; rows are padded to TILE_ROWS."""
+    """Like `amx_attention.set_scores_by_tiles`, in vectors; rows are padded to TILE_ROWS."""
     num_tokens, _, num_folded, head_dim = query.shape
     rows = np.zeros((len(scores), head_dim), query.dtype)
     for row in range(num_tokens * num_folded):
@@ -202,7 +202,7 @@ def _set_scores(query, head, keys, values, places, scores):
 
 @njit(error_model="numpy")
 def _sums(scores, num_keys, values, places):
-    """The sums of the values of the first keys, weighted by the scores: (padded rows, padded value_dim)."""
+    """The sums of the first `num_keys` values, weighted by the scores: (padded rows, padded value_dim)."""
     value_rows = np.zeros((TILE_COLUMNS, padded(values.shape[1], TILE_COLUMNS)), np.float32)
     sums = np.empty((len(scores), value_rows.shape[1]), np.float32)
     for key in range(0, num_keys, TILE_COLUMNS):
@@ -215,7 +215,7 @@ def _sums(scores, num_keys, values, places):
 def _set_weights(scores, scale):
     """Replace a row's scores by e^(scale * (score - the highest)), each at most 1; returns their sum.
 
-    The sum is one of integers, which does not depend on the order, nor on zeros between them.
+    The sum is taken over integers, so that it depends neither on their order nor on zeros between them.
     """
     highest, total, factor = _highest(scores), np.int64(0), scale * LOG2E
     for i in range(len(scores)):
@@ -227,9 +227,9 @@ def _set_weights(scores, scale):
 
 @njit
 def _highest(scores):
-    """A row's highest score, found as integers of the same order: a loop over floats that may be NaN is no vector's.
+    """A row's highest score, compared as integers of the same order: a loop over possible NaNs is not vectorised.
 
-    It may be any where a score is NaN: that score's weight is NaN whatever is subtracted.
+    It is arbitrary if a score is NaN: that score's weight is NaN whatever is subtracted.
     """
     highest = np.int32(-0x80000000)
     for i in range(len(scores)):
@@ -239,7 +239,7 @@ def _highest(scores):
 
 @njit
 def _flipped(bits):
-    """The bits of a float32 as an integer that is ordered alike, and back."""
+    """The bits of a float32 as an integer of the same order, or back."""
     return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
@@ -256,4 +256,4 @@ def power_of_two(x):
     p = p * f + np.float32(6.9314718e-1)
     p = p * f + np.float32(1)
     factor = np.int32((whole + np.int32(127)) << np.int32(23)).view(np.float32)  # 2^whole, by its exponent
-    return np.float32(0) if x < np.float32(-126) else p * factor  # of minus infinity, too
+    return np.float32(0) if x < np.float32(-126) else p * factor  # for minus infinity, too

@@ -1,9 +1,9 @@
-"""Small matrices in compiled loops, for attention on a CPU: a product, and columns gathered from rows.
+"""Small matrix operations in compiled loops, for attention on a CPU: a product, and columns gathered from rows.
 
-numba vectorises a loop, but keeps no block of results in registers, which a product needs, and turns no block of a
-matrix: both are written here in LLVM's own vectors. Operands are of words, a float32 or a pair of bfloat16; results are
-float32. Each is added up in the order of the words, whatever else is computed beside it, so that it has the same bits
-in a product of any size and in one done in parts.
+numba vectorises a loop, but neither keeps a block of results in registers, which a product needs, nor transposes a
+block: both are written here in LLVM's vectors. Operands consist of words, a float32 or a pair of bfloat16; results are
+float32. Each result is summed in the order of the words, whatever else is computed, so that it has the same bits in a
+product of any size and in one that is computed in parts.
 """
 
 from collections.abc import Callable
@@ -17,11 +17,11 @@ from numba.core import cgutils
 from laserbatch.pipeline.decoding.attention.bfloat16 import widened
 from laserbatch.retrieval_pools.compiled import fetch, intrinsic
 
-LANES = 16  # float32 values of one vector: one of AVX-512, or several of what the processor has
-TILE_ROWS, TILE_VECTORS = 4, 2  # results that are in registers at once
+LANES = 16  # float32 values of one vector: one register of AVX-512, or several smaller ones
+TILE_ROWS, TILE_VECTORS = 4, 2  # size of the block of results that is kept in registers
 TILE_COLUMNS = TILE_VECTORS * LANES
-TURNED_BYTES = 4 * LANES  # of each row, that are turned into columns at once
-NUM_FETCHED_AHEAD = 2 * TILE_COLUMNS  # rows
+TURNED_BYTES = 4 * LANES  # bytes of each row that are transposed at once
+NUM_FETCHED_AHEAD = 2 * TILE_COLUMNS  # number of rows that are prefetched
 
 INT, _SHORT, _FLOAT = ir.IntType(64), ir.IntType(32), ir.FloatType()
 VECTOR, WORDS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_SHORT, LANES)
@@ -51,10 +51,10 @@ def padded(size, step):
 
 @njit
 def add_product(left, step, right, num_steps, result, column):
-    """result[i, column + j] += sum of left[i, step + k] * right[k, j] of `num_steps` words k, added up in their order.
+    """result[i, column + j] += sum of left[i, step + k] * right[k, j] over `num_steps` words k, in their order.
 
-    From step 0 on the result is set instead. All are contiguous; `result`, float32, has a multiple of TILE_ROWS rows,
-    and `right` of TILE_COLUMNS columns.
+    If `step` is 0 the result is set instead. All arrays are contiguous; `result`, float32, has a multiple of TILE_ROWS
+    rows, and `right` a multiple of TILE_COLUMNS columns.
     """
     for right_column in range(0, right.shape[1] * right.itemsize // 4, TILE_COLUMNS):
         for row in range(0, len(result), TILE_ROWS):
@@ -65,7 +65,7 @@ def add_product(left, step, right, num_steps, result, column):
 def gather_columns(memory, places, begin, columns, others):
     """Set `columns` (words of a row, TILE_COLUMNS) to rows `places[begin:]` of `memory` (any, dim), of the same type.
 
-    Meanwhile the processor fetches what is needed later: the same rows of `others`, and further rows of `memory`.
+    Meanwhile the processor prefetches the same rows of `others` and later rows of `memory`.
     """
     dim, num_turned = memory.shape[1], TURNED_BYTES // memory.itemsize
     pair = 4 // memory.itemsize
@@ -76,7 +76,7 @@ def gather_columns(memory, places, begin, columns, others):
                 fetch(others, places[i] * others.shape[1] + d)
                 fetch(memory, places[min(i + NUM_FETCHED_AHEAD, len(places) - 1)] * dim + d)
             turn_block(memory, places, first, d, columns, d // pair, column)
-        if dim >= num_turned and dim % num_turned:  # gathers some once more
+        if dim >= num_turned and dim % num_turned:  # the last block overlaps the one before
             turn_block(memory, places, first, dim - num_turned, columns, (dim - num_turned) // pair, column)
         elif dim < num_turned:
             for d in range(dim):
@@ -92,7 +92,7 @@ def gather_rows(memory, places, begin, rows):
         place = places[begin + i]
         for d in range(0, dim - TILE_COLUMNS + 1, TILE_COLUMNS):
             _widen_vectors(memory, place, d, rows, i)
-        if dim >= TILE_COLUMNS and dim % TILE_COLUMNS:  # gathers some once more
+        if dim >= TILE_COLUMNS and dim % TILE_COLUMNS:  # the last block overlaps the one before
             _widen_vectors(memory, place, dim - TILE_COLUMNS, rows, i)
         elif dim < TILE_COLUMNS:
             for d in range(dim):
@@ -100,7 +100,7 @@ def gather_rows(memory, places, begin, rows):
 
 
 class Emitter:
-    """Instructions on the arguments of a compiled call; arrays are two-dimensional and contiguous, or vectors."""
+    """Emits instructions on the arguments of a compiled call; arrays are contiguous, of one or two dimensions."""
 
     def __init__(self, context, builder, signature, arguments) -> None:
         self.builder, self._types = builder, signature.args
@@ -128,12 +128,12 @@ class Emitter:
         return self.load(self.builder.gep(start, [word]), of_type)
 
     def call(self, name: str, *arguments: Any, result: ir.Type = ir.VoidType()) -> Any:
-        """Call an instruction of LLVM by its name."""
+        """Call an intrinsic of LLVM by its name."""
         kind = ir.FunctionType(result, [argument.type for argument in arguments])
         return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), arguments)
 
     def add_products(self, word: Any, rights: list[Any], totals: list[Any]) -> list[Any]:
-        """Vectors of float32, plus the products of a word with each word of as many other vectors."""
+        """Add the products of a word with each word of the vectors `rights` to the float32 vectors `totals`."""
         first = self.builder.insert_element(ir.Constant(WORDS, ir.Undefined), word, ir.Constant(_SHORT, 0))
         left = self.builder.bitcast(self.shuffled(first, first, [0] * LANES), rights[0].type)
         pairs = zip(rights, totals, strict=True)
@@ -144,7 +144,7 @@ class Emitter:
         return [self.call(name, left, right, total, result=VECTOR) for right, total in pairs]
 
     def loop(self, num_steps: ir.Value, before: list[list[Any]], body: Callable[..., list[list[Any]]]) -> list[Any]:
-        """Vectors after a loop over steps from 0 on, num_steps >= 1: each makes body(step, vectors) of `before`."""
+        """Emit a loop of num_steps >= 1 that replaces vectors, first `before`, by body(step, vectors); return them."""
         builder = self.builder
         begin, loop, after = builder.block, builder.append_basic_block("step"), builder.append_basic_block("after")
         builder.branch(loop)
@@ -163,7 +163,7 @@ class Emitter:
         return new
 
     def operand(self, argument: int) -> ir.Type:
-        """Of vectors of an array's words."""
+        """The type of vectors of an array's words."""
         return VECTOR if self.is_float(argument) else PAIRS
 
     def is_float(self, argument: int) -> bool:
@@ -171,7 +171,7 @@ class Emitter:
         return isinstance(self._types[argument].dtype, types.Float)
 
     def load_widened(self, argument: int, pointer: ir.Value) -> ir.Value:
-        """A vector of float32 from an array of float32 or bfloat16."""
+        """Load a vector of float32 from an array of float32 or bfloat16."""
         if self.is_float(argument):
             return self.load(pointer, VECTOR)
         narrow = self.load(pointer, ir.VectorType(ir.IntType(16), LANES))
@@ -180,7 +180,7 @@ class Emitter:
         return self.builder.bitcast(self.builder.shl(wide, shift), VECTOR)
 
     def rounded(self, values: ir.Value) -> Any:
-        """A vector of float32, rounded to the nearest bfloat16, ties to even, as integers of 16 bits."""
+        """Round a vector of float32 to the nearest bfloat16, ties to even, as integers of 16 bits."""
         builder, words = self.builder, ir.VectorType(_SHORT, LANES)
 
         def each(number):
@@ -204,7 +204,7 @@ class Emitter:
 
 @intrinsic
 def _add_tile(typing, left, row, step, right, right_column, num_steps, result, column):
-    """TILE_ROWS x TILE_COLUMNS results of `add_product` from `row` and `column` on, num_steps >= 1."""
+    """Set TILE_ROWS x TILE_COLUMNS results of `add_product` from `row` and `column` on, num_steps >= 1."""
     return types.void(left, row, step, right, right_column, num_steps, result, column), _emit_tile
 
 
@@ -236,7 +236,7 @@ def _emit_tile(context, builder, signature, arguments):
 
 @intrinsic
 def _widen_vectors(typing, memory, place, d, rows, i):
-    """rows[i, d + j] = memory[place, d + j] of TILE_COLUMNS j."""
+    """rows[i, d + j] = memory[place, d + j] for TILE_COLUMNS values of j."""
     return types.void(memory, place, d, rows, i), _emit_widened
 
 
@@ -251,7 +251,7 @@ def _emit_widened(context, builder, signature, arguments):
 
 @intrinsic
 def turn_block(typing, memory, places, begin, d, columns, word, column):
-    """columns[word + j, column + i] = the word of memory[places[begin + i], d:] of LANES i, and of LANES words j.
+    """columns[word + j, column + i] = word j of memory[places[begin + i], d:], for LANES values of i and of j.
 
     `columns` is two-dimensional, and `column` counts words.
     """
@@ -269,7 +269,7 @@ def _emit_turned(context, builder, signature, arguments):
 
 @intrinsic
 def narrow_vector(typing, source, row, column, target, place):
-    """target[place + i] = source[row, column + i] of LANES i, rounded from float32 to bfloat16."""
+    """target[place + i] = source[row, column + i] for LANES values of i, rounded from float32 to bfloat16."""
     return types.void(source, row, column, target, place), _emit_narrowed
 
 
@@ -283,9 +283,9 @@ def _emit_narrowed(context, builder, signature, arguments):
 
 @intrinsic
 def interleave_rows(typing, memory, first, second, d, pairs, place, other_place):
-    """pairs[place + 2 * i :][:2] = memory[first, d + i], memory[second, d + i] of LANES i; the next ones follow.
+    """pairs[place + 2 * i :][:2] = memory[first, d + i], memory[second, d + i] for LANES values of i.
 
-    Those are of d + LANES + i, from `other_place` on. All are bfloat16.
+    The same from `other_place` on for d + LANES + i. All are bfloat16.
     """
     return types.void(memory, first, second, d, pairs, place, other_place), _emit_interleaved
 
@@ -305,10 +305,10 @@ def _emit_interleaved(context, builder, signature, arguments):
 
 
 def _turned(emit: Emitter, first_place: ir.Value, d: ir.Value) -> list[Any]:
-    """Vectors of words: of each of LANES words from d on, those of LANES rows."""
+    """LANES vectors: vector j has word j, counted from `d`, of each of LANES rows."""
     builder = emit.builder
     half = LANES // 2
-    halves: tuple[list[ir.Value], list[ir.Value]] = ([], [])  # of each row
+    halves: tuple[list[ir.Value], list[ir.Value]] = ([], [])  # of each row's words
     for i in range(LANES):
         place = emit.load(emit.pointer(1, emit.plus(first_place, i)))
         start = builder.bitcast(emit.pointer(0, place, d), _SHORT.as_pointer())

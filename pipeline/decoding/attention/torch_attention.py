@@ -1,8 +1,8 @@
-"""Attention by torch, on any device: where neither loops nor kernel serve.
+"""Attention by torch, on any device, where neither compiled loops nor a kernel can be used.
 
-A batch's sequences are cut into groups; each is one attention call, padded to its longest. Query heads that share a
-key-value head are folded into the query length, so that no key is repeated for them. The contract is that of
-`metadata`.
+A batch's sequences are divided into groups; each group is one attention call, padded to its longest sequence. Query
+heads that share a key-value head are folded into the query length, so that no key is repeated for them. The contract is
+that of `metadata`.
 """
 
 from dataclasses import dataclass, field
@@ -15,20 +15,20 @@ from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata
 from laserbatch.pipeline.decoding.device_memory import to_device
 
 WIDTH_STEP = 16  # attention widths are rounded up to this many keys: aligned, and fewer distinct shapes
-# Cost of an attention call, and of a padded query, in the time that one key takes with one query; measured on a CPU
-# with heads of 128. Groups are cut where padding would cost more than a further call.
+# Cost of an attention call, and of a row's key besides its queries, in units of one query with one key; measured on a
+# CPU with heads of 128. A group ends where padding would cost more than one more call.
 CALL_COST, ROW_COST = {"cpu": 1000, "cuda": 100_000}, 7
-# Tokens of a prompt whose attention is one call: each block looks at the keys up to its own last token only.
+# Prompts are cut into blocks of this many tokens, each of which reads the keys up to its own last token only.
 BLOCK_TOKENS = 128
 
 
 @dataclass
 class Group:
-    """Rows that share one attention call: new tokens of a sequence, padded to the longest row.
+    """The rows of one attention call; a row has new tokens of one sequence, padded to the longest row.
 
-    `queries` int64[num_rows, num_padded] are tokens of the batch, padding repeats the row's first one; `slots`
-    int64[num_rows, width] its keys, padding repeats the last. `sees` bool[num_rows, num_padded, width]. Positions are
-    absolute: of queries int32[num_rows, num_padded], of keys int32[num_rows, width].
+    `queries` int64[num_rows, num_padded] are tokens of the batch (padding repeats the row's first); `slots`
+    int64[num_rows, width] hold the row's keys (padding repeats the last); `sees` bool[num_rows, num_padded, width].
+    Positions in the text are int32, (num_rows, num_padded) for queries and (num_rows, width) for keys.
     """
 
     queries: np.ndarray
@@ -39,7 +39,7 @@ class Group:
     _on_device: dict = field(default_factory=dict)
 
     def index(self, name: str, device: torch.device) -> torch.Tensor:
-        """`queries` or `slots` as one row on a device."""
+        """`queries` or `slots`, flattened, on a device."""
         if name not in self._on_device:
             self._on_device[name] = to_device(getattr(self, name).reshape(-1), device)
         return self._on_device[name]
@@ -50,13 +50,13 @@ class Group:
         return gathered.view(len(memory), *self.slots.shape, memory.shape[2]).transpose(0, 1)
 
     def mask(self, window: int | None, num_folded: int, like: torch.Tensor) -> torch.Tensor:
-        """Additive, 0 where seen: (num_rows, 1, num_folded * num_padded, width), of one query a row for all heads."""
+        """Additive mask, 0 where seen: (num_rows, 1, num_folded * num_padded, width), or (num_rows, 1, 1, width)."""
         key = (window, num_folded, like.dtype)
         if key not in self._on_device:
             sees = self.sees
             if window is not None:
                 sees = sees & (self.query_positions[:, :, None] - self.key_positions[:, None, :] < window)
-            # A finite minimum: where a whole block of keys is masked, minus infinity would make NaN of it.
+            # A finite minimum: minus infinity would give NaN where a whole block of keys is masked.
             additive = np.where(sees, np.float32(0), np.float32(torch.finfo(like.dtype).min))
             mask = to_device(additive, like.device).to(like.dtype)[:, None]
             if num_folded > 1 and self.queries.shape[1] > 1:  # one query's mask broadcasts
@@ -75,7 +75,7 @@ def torch_attention(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of the groups' tokens, at their places of (N, num_heads, value_dim)."""
+    """Attention of the groups' tokens, at their indices in (N, num_heads, value_dim)."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, value_dim = keys.shape[0], values.shape[2]
     num_folded = num_heads // num_kv_heads
@@ -112,9 +112,9 @@ def _written_out(query, keys, values, mask, scale, softcap, sinks) -> torch.Tens
 
 
 def cut_groups(metadata: AttentionMetadata[np.ndarray], call_cost: int) -> list[Group]:
-    """The sequences of a batch in groups of like numbers of new tokens; prompts in blocks.
+    """Group a batch's sequences by similar numbers of new tokens; prompts are cut into blocks.
 
-    A group is closed where a further call, of cost `call_cost`, is cheaper than padding to the longest.
+    A group ends where one more call, of cost `call_cost`, is cheaper than padding to the longest row.
     """
     sizes = np.diff(metadata.cu_seqlens_q)
     most = BLOCK_TOKENS if call_cost < BLOCK_TOKENS**2 else int(sizes.max(initial=1))
@@ -142,7 +142,7 @@ def cut_groups(metadata: AttentionMetadata[np.ndarray], call_cost: int) -> list[
 
 def _group(metadata: AttentionMetadata[np.ndarray], sequences: np.ndarray, begin: np.ndarray, end: np.ndarray) -> Group:
     """Index and mask arrays of the new tokens [begin, end) of some sequences, int64[num_rows] all."""
-    begin, end = begin[:, None], end[:, None]  # (num_rows, 1), as those that follow
+    begin, end = begin[:, None], end[:, None]  # (num_rows, 1), like the next four arrays
     committed, chain = metadata.num_committed[sequences, None], metadata.num_chain[sequences, None]
     first_query, first_slot = metadata.cu_seqlens_q[sequences, None], metadata.cu_seqlens_k[sequences, None]
     columns = np.arange(-(-int((committed + end).max()) // WIDTH_STEP) * WIDTH_STEP)
@@ -150,7 +150,7 @@ def _group(metadata: AttentionMetadata[np.ndarray], sequences: np.ndarray, begin
     places = np.where(places < end, places, begin)  # (num_rows, num_padded), among the sequence's new tokens
     queries = (first_query + places).astype(np.int64)
     new = columns - committed  # (num_rows, width): which new token a column holds; below 0: a committed one
-    # A chain's token sees what is before it and itself, a tree's node the whole chain, both all that is committed.
+    # A chain token sees itself and the chain before it, a node the whole chain, and both see all committed tokens.
     sees = new[:, None, :] <= np.minimum(places, chain - 1)[:, :, None]
     num_nodes = end - chain
     if (num_nodes > 0).any():

@@ -16,7 +16,7 @@ from laserbatch.pipeline.decoding.attention.triton_kernel import attend, combine
 
 @dataclass(frozen=True)
 class Blocks:
-    """How large one program of `attend` is: keys of one of its steps, rows (tokens x folded heads) at most."""
+    """The size of one program of `attend`: the keys of each step, and the most rows (tokens x folded heads)."""
 
     keys: int = 32
     rows: int = 64
@@ -26,7 +26,7 @@ class Blocks:
 
 DEFAULT_BLOCKS = Blocks()  # the fastest of eleven on an H200 in all but plain steps of batch 64, there 3 % behind
 COMBINED_RESULTS = 32  # partial results (heads x parts) of one program of `combine`
-INTERPRETED = knobs.runtime.interpret  # as it was when the kernels were defined
+INTERPRETED = knobs.runtime.interpret  # the setting when the kernels were defined
 
 
 def triton_attention(
@@ -42,7 +42,7 @@ def triton_attention(
     blocks: Blocks = DEFAULT_BLOCKS,
     scratch: "Scratch | None" = None,
 ) -> torch.Tensor:
-    """The contract of `metadata`, fused, with zeros for padding.
+    """Fused attention by the contract of `metadata`, with zeros for padding.
 
     The last dimension of query, keys and values must be contiguous.
 
@@ -101,9 +101,9 @@ class Scratch:
     def tensors(
         self, query: torch.Tensor, value_dim: int, num_parts: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The result (num_tokens, num_heads, value_dim), zero where it is padding; of parts, float32 results and sums.
+        """The result (num_tokens, num_heads, value_dim), zero for padding, and float32 results and sums of parts.
 
-        With one part the result stands for these two.
+        With one part the last two are not needed, and the result takes their places.
         """
         key = (*query.shape[:2], value_dim, num_parts, query.dtype)
         if key not in self._tensors:
@@ -117,7 +117,7 @@ class Scratch:
 
 
 def sequences_block(num_sequences: int) -> int:
-    """Sequences that a program reads at once: a power of 4, so that few kernels are compiled."""
+    """The number of sequences that a program reads at once: a power of 4, so that few kernels are compiled."""
     block = 16
     while block < num_sequences:
         block *= 4
@@ -125,21 +125,21 @@ def sequences_block(num_sequences: int) -> int:
 
 
 def block_rows(shape: LaunchShape, num_folded: int, blocks: Blocks = DEFAULT_BLOCKS) -> int:
-    """Query rows (tokens x folded heads) of one program; a token's heads stay together."""
+    """The number of query rows (tokens x folded heads) of one program; a token's heads stay together."""
     rows_of_token = _power_of_2(num_folded)
     return max(16, rows_of_token, min(shape.tile_tokens * rows_of_token, blocks.rows))
 
 
 def block_keys(head_dim: int, dtype: torch.dtype, blocks: Blocks = DEFAULT_BLOCKS) -> int:
-    """Keys of one step of a program: of wide heads fewer, so that they fit the shared memory."""
+    """The number of keys per step of a program, fewer for wide heads, so that they fit the shared memory."""
     return blocks.keys if _block(head_dim) * dtype.itemsize <= 256 else max(16, blocks.keys // 2)
 
 
 def _block(dim: int) -> int:
-    """The least size of a block that holds a head's dimensions and that can be multiplied."""
+    """The smallest block size that holds a head's dimensions and can be multiplied."""
     return max(16, _power_of_2(dim))
 
 
 def _power_of_2(number: int) -> int:
-    """The least power of two that is not below a number above 0."""
+    """The smallest power of two that is at least `number` > 0."""
     return 1 << (number - 1).bit_length()

@@ -3,8 +3,8 @@
 One program takes a few neighbouring new tokens of a sequence with all the query heads that share a key-value head,
 so that a key is loaded once for all of them, and walks over its part of the sequence's keys with an online softmax
 (FlashAttention-2). Where a sequence has more keys than one part, a second kernel combines the parts by their
-log-sum-exp (flash-decoding). Parts are cut at fixed lengths: what a sequence gets does not depend on what shares its
-batch.
+log-sum-exp (flash-decoding). In one launch shape parts have a fixed length, so that a sequence's result does not depend
+on the other sequences.
 
 Tested through Triton's interpreter on a CPU, and on an NVIDIA H200 (`docs/gpu.md`), where block sizes were measured.
 """
@@ -15,7 +15,7 @@ from typing import Any, cast
 import triton
 import triton.language as tl
 
-# A launch has options of its own and takes plain numbers for constexpr, which the types of triton.jit deny.
+# A launch takes extra options, and plain numbers for constexpr, which the types of triton.jit do not allow.
 jit = cast("Callable[..., Any]", triton.jit)
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -35,7 +35,7 @@ def attend(
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, IN_FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one sequence's new tokens, in one key-value head, over one part of the keys."""
+    """Attention of a tile of one sequence's new tokens, in one key-value head, over one part of the keys."""
     BLOCK_TOKENS: tl.constexpr = BLOCK_ROWS // FOLDED
     kv_head = tl.program_id(1).to(tl.int64)
     part = tl.program_id(2)
@@ -54,7 +54,7 @@ def attend(
 
     committed = tl.load(num_committed_ptr + sequence)
     chain = tl.load(num_chain_ptr + sequence)
-    # The keys that any of the tile's tokens may see. A token sees none of the new ones behind it.
+    # The keys that any of the tile's tokens may see. A token sees none of the new tokens after it.
     begin = 0
     if IS_CUT:
         begin = part * part_keys
@@ -123,10 +123,10 @@ def attend(
 
 @jit
 def _tile_of_program(cu_seqlens_q_ptr, num_sequences, SEQUENCES_BLOCK: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """The program's sequence, the batch's number of its first new token, how many it has, and the tile's first of them.
+    """The program's sequence, the batch index of its first new token, their number, and the first one of the tile.
 
     Sequence b has the tiles from query_starts[b] // BLOCK_TOKENS + b on, as many as it can need. All sequences are
-    read at once: a binary search would wait for memory once for each of its steps.
+    read at once, because a binary search would wait for memory in each of its steps.
     """
     tile = tl.program_id(0)
     sequences = tl.arange(0, SEQUENCES_BLOCK)
@@ -140,7 +140,7 @@ def _tile_of_program(cu_seqlens_q_ptr, num_sequences, SEQUENCES_BLOCK: tl.conste
 
 @jit
 def _load_rows(ptr, place, exists, dim, DIM: tl.constexpr, IN_FLOAT32: tl.constexpr):
-    """Vectors of DIM numbers that begin at `place`: (rows, block of DIM), zeros where there are none."""
+    """Load vectors of DIM numbers from `place` on: (rows, block of DIM), padded with zeros."""
     places = ptr + place[:, None] + dim[None, :]
     if exists is not None:
         rows = tl.load(places, mask=exists[:, None] & (dim < DIM)[None, :], other=0.0)
@@ -155,7 +155,7 @@ def _load_rows(ptr, place, exists, dim, DIM: tl.constexpr, IN_FLOAT32: tl.conste
 
 @jit
 def _scores(query, keys, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Scores in powers of two: (rows, keys)."""
+    """Scores as exponents of two: (rows, keys)."""
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
     if HAS_SOFTCAP:  # softcap * tanh(scores / softcap), by exp: it may overflow to infinity, which gives the right 1
         return softcap * _LOG2E * (1.0 - 2.0 / (tl.exp(2.0 * scores * scale / softcap) + 1.0))
@@ -164,10 +164,10 @@ def _scores(query, keys, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @jit
 def _sees(key, exists, position, ancestors, num_before_tree, key_positions_ptr, window, HAS_WINDOW: tl.constexpr):
-    """Which keys each row sees: of those before the tree all up to its own position, of the tree its ancestors."""
+    """The keys that each row sees: before the tree all keys up to its own position, in the tree its ancestors."""
     node = key - num_before_tree
     in_tree = exists & (node >= 0)
-    shift = tl.where(in_tree, node, 0).to(tl.int64)  # of keys that do not exist it might be 64, which is undefined
+    shift = tl.where(in_tree, node, 0).to(tl.int64)  # for keys that do not exist it might be 64, which is undefined
     is_ancestor = ((ancestors[:, None] >> shift[None, :]) & 1) > 0
     sees = tl.where(in_tree[None, :], is_ancestor, exists[None, :] & (key[None, :] <= position[:, None]))
     if HAS_WINDOW:
@@ -179,7 +179,7 @@ def _sees(key, exists, position, ancestors, num_before_tree, key_positions_ptr, 
 
 @jit
 def _with_keys(highest, total, weighted, scores, values):
-    """The online softmax after further keys: highest score, sum of weights, weighted sum of values."""
+    """The online softmax after more keys: highest score, sum of weights, weighted sum of values."""
     new_highest = tl.maximum(highest, tl.max(scores, 1))
     reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # nothing seen so far
     weights = tl.exp2(scores - reference[:, None])
@@ -190,7 +190,7 @@ def _with_keys(highest, total, weighted, scores, values):
 
 @jit
 def _share_beside_sink(sink_ptr, exists, log_sum):
-    """Share of the softmax's sum that is not the sink's, of a score by natural exponent."""
+    """The share of the softmax's sum that is not the sink's; a sink's score is a natural exponent."""
     sink = tl.load(sink_ptr, mask=exists, other=0.0).to(tl.float32) * _LOG2E
     return 1.0 / (1.0 + tl.exp2(sink - log_sum))
 
@@ -201,7 +201,7 @@ def combine(
     NUM_PARTS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, HAS_SINKS: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of a token: their parts' results, weighted by their share of the softmax's sum."""
+    """Combine the results of the parts for some heads of a token, weighted by their share of the softmax's sum."""
     token = tl.program_id(0)
     if token >= tl.load(cu_seqlens_q_ptr + num_sequences):  # padding: its parts were never written
         return

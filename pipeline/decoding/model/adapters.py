@@ -1,7 +1,7 @@
-"""A LoRA adapter, merged into its base model when that is loaded: a step then costs what it costs without one.
+"""Merges a LoRA adapter into its base model at loading, so that a step costs the same as without an adapter.
 
-peft does the merging and knows LoRA's variants. Here is what makes a wrong adapter an error instead of a silent half:
-every tensor must find its place, and the merged model must give the logits of base and adapter side by side.
+peft does the merging and knows LoRA's variants. This module makes a wrong adapter an error, so that none is silently
+applied in part: every tensor must find its place, and the merged model must give the logits of the unmerged one.
 """
 
 from pathlib import Path
@@ -16,9 +16,9 @@ _NUM_PROBE_TOKENS = 16
 
 
 def find_adapter(folder: str | Path) -> list[Path]:
-    """Configuration and weights of an adapter folder, in this order.
+    """The configuration and weights files of an adapter folder, in this order.
 
-    Raises ModelError: no folder, or a file is missing.
+    Raises ModelError: the folder or a file is missing.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -52,7 +52,7 @@ def merge_adapter(model, folder: str | Path):
     try:
         wrapped = PeftModel(model, config)
         loaded = wrapped.load_adapter(str(config_file.parent), "default", torch_device=str(model.device))
-    except Exception as error:  # likewise; of torch's report on sizes, the line that names the first tensor
+    except Exception as error:  # likewise; from torch's report on sizes, the line with the first tensor is shown
         sizes = [line.strip() for line in str(error).splitlines() if "size mismatch" in line]
         reason = sizes[0] if sizes else first_line(error)
         raise ModelError(f"{weights_file} does not fit the model: {reason}") from error
@@ -65,7 +65,7 @@ def merge_adapter(model, folder: str | Path):
 
 @torch.inference_mode()
 def _merge_checked(wrapped, weights_file: Path):
-    """Merge, and compare the logits with those before: an adapter of tied embeddings, say, cannot be merged."""
+    """Merge, and compare the logits before and after: an adapter of tied embeddings, for example, cannot be merged."""
     embeddings = wrapped.get_input_embeddings().weight
     ids = torch.arange(_NUM_PROBE_TOKENS, device=embeddings.device)[None] * 7919 % len(embeddings)
     wrapped.eval()

@@ -1,8 +1,8 @@
-"""Whether a model computes the same packed as alone.
+"""Checks that a model computes the same for a packed batch as for each text alone.
 
-A model is refused by its configuration where a short test would not notice, else by a probe: every layer must call our
-attention function, and a small packed tree forward must give the logits of plain causal runs on the same weights. The
-probe runs what the engine will run, linear layers in their layout included, and past windows that are shortened for it.
+Where a short test would not notice a difference, the configuration is refused. A probe checks the rest: every layer
+must call our attention function, and a small packed forward with a tree must give the logits of plain causal runs. The
+probe runs what the engine will run, with linear layers in their layout, on texts longer than the shortened windows.
 """
 
 import copy
@@ -30,22 +30,22 @@ from laserbatch.pipeline.errors import ModelError, first_line
 
 logger = logging.getLogger(__name__)
 
-_POSITION_DEPENDENT_ROPE = ("dynamic", "longrope")  # take the longest position of the whole batch
-# Kernels of packed weights may round otherwise with another number of tokens, whatever the type of activations.
+_POSITION_DEPENDENT_ROPE = ("dynamic", "longrope")  # depend on the longest position in the batch
+# Kernels of packed weights may round differently for another number of tokens, whatever the type of activations.
 _QUANTISED_TOLERANCE = 0.05
-_NUM_ROUNDED_PROBES = 3  # where results are rounded to fewer bits than float32's
-_ROUNDED_TOLERANCE = 0.25  # of a model in bfloat16 or float16 whose first layers were checked in float32
+_NUM_ROUNDED_PROBES = 3  # probes of a model whose results have fewer bits than float32's
+_ROUNDED_TOLERANCE = 0.25  # for a model in bfloat16 or float16 whose first layers were checked in float32
 _MIN_CHECKED_LAYERS = 4  # some models differ in every fourth layer
 _PACKED_LAYER_TYPES = {"full_attention", "sliding_attention"}
-_PROBE_WINDOW = 8  # windows are cut to it while the probe runs
-_PROMPT_LENGTHS, _FIRST_PARTS = (21, 6), (13, 2)  # the first is fed in two parts, each longer than the window
+_PROBE_WINDOW = 8  # sliding windows are shortened to this while the probe runs
+_PROMPT_LENGTHS, _FIRST_PARTS = (21, 6), (13, 2)  # both are fed in two parts; those of the first fill the window
 
 
 def refuse_by_config(config) -> None:
     """Refuse models that a short test would pass and a long text would break.
 
-    Raises ModelError: rotary embeddings or attention that depend on what else is in the batch, or on sparse or other
-    layers.
+    Raises ModelError: rotary embeddings or attention depend on the rest of the batch, or layers are sparse or of
+    another kind that cannot be packed.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
@@ -68,10 +68,10 @@ def refuse_by_config(config) -> None:
 
 
 def check_equivalence(model, device: torch.device, vocab_size: int) -> int:
-    """Compare a packed forward of two sequences and a tree with plain causal runs; returns KV bytes per token.
+    """Compare a packed forward of two sequences and a tree with plain causal runs; return KV bytes per token.
 
-    The model is made ready on the way: switched to our attention, its linear layers laid out for a CPU and, where that
-    computes the same, fused: there (its attribute `fused`) or on CUDA (its attribute `cuda_layers`).
+    This makes the model ready: it is switched to our attention, and its linear layers are laid out for a CPU. If fused
+    layers compute the same, they become its attribute `fused` (on a CPU) or `cuda_layers` (on CUDA).
 
     Raises ModelError: a layer did not call our attention function, or the logits differ.
     """
@@ -91,10 +91,10 @@ def check_equivalence(model, device: torch.device, vocab_size: int) -> int:
 
 
 def _first_layers_in_float32(model) -> nn.Module | None:
-    """A float32 copy of a model's first layers, all kinds of them; None if the model cannot be cut.
+    """A float32 copy of a model's first layers, with each kind of layer; None if the model cannot be cut.
 
-    Bfloat16 alone moves the logits of real models by 0.1, as far as a wrong mask does: what a model computes is
-    compared in float32, over few layers, so that the copy takes little memory.
+    Bfloat16 alone moves the logits of real models by 0.1, as much as a wrong mask does. So the comparison is made in
+    float32, over few layers, so that the copy takes little memory.
     """
     text = model.config.get_text_config()
     lists = [
@@ -126,7 +126,7 @@ def _first_layers_in_float32(model) -> nn.Module | None:
 
 
 def _make_ready(model, device: torch.device, probes: list["Probe"], tolerance: float, tries_cuda: bool = True) -> int:
-    """Switch to our attention and the fastest layers that compute what the model's own do; KV bytes per token.
+    """Switch to our attention and to the fastest layers that compute the same; return KV bytes per token.
 
     Raises ModelError: the logits differ by more than the tolerance.
     """
@@ -163,7 +163,7 @@ def _make_ready(model, device: torch.device, probes: list["Probe"], tolerance: f
 
 @dataclass(frozen=True)
 class Probe:
-    """Two random prompts with a tree of drafts below the first, and the texts whose last logits are compared."""
+    """Two random prompts with a draft tree after the first, and the texts whose last logits are compared."""
 
     prompts: list[np.ndarray]
     tree: TokenTree
@@ -181,12 +181,12 @@ class Probe:
 
 
 def plain_logits(model, probes: list[Probe], device: torch.device) -> list[list[torch.Tensor]]:
-    """Logits (vocab_size,) behind each path of each probe, by the model's own attention and cache."""
+    """Logits (vocab_size,) after each path of each probe, by the model's own attention and cache."""
     return [[_last_logits(model, path, device) for path in probe.paths] for probe in probes]
 
 
 def _add_cuda_layers(model, compare: Callable[[], int]) -> None:
-    """Set the attribute `cuda_layers` where our layers serve the model and compute what its own do, as `_compare`."""
+    """Set the attribute `cuda_layers` if our layers fit the model and `compare` finds that they compute the same."""
     if importlib.util.find_spec("triton") is None:
         return
     from laserbatch.pipeline.decoding.model.cuda_layers import CudaLayers
@@ -203,7 +203,7 @@ def _add_cuda_layers(model, compare: Callable[[], int]) -> None:
 
 @torch.inference_mode()
 def _last_logits(model, text: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Logits (vocab_size,) behind a text, by a cache of transformers: some models slide their window there alone."""
+    """Logits (vocab_size,) after a text, with a cache of transformers: some models slide their window only there."""
     input_ids = torch.from_numpy(text.astype(np.int64)).to(device)[None]
     cache = getattr(model(input_ids=input_ids[:, :-1], use_cache=True), "past_key_values", None)
     if cache is None:
@@ -213,7 +213,7 @@ def _last_logits(model, text: np.ndarray, device: torch.device) -> torch.Tensor:
 
 @contextmanager
 def _short_windows(model) -> Iterator[None]:
-    """Masks are made by what configurations say, attention by what layers hold: both are shortened meanwhile."""
+    """Shorten sliding windows within the block: those of configurations, which make masks, and those of layers."""
     modules = list(model.modules())
     owners = {id(owner): owner for owner in (*modules, *(vars(module).get("config") for module in modules))}
     windows = [(owner, getattr(owner, "__dict__", {}).get("sliding_window")) for owner in owners.values()]
@@ -235,9 +235,9 @@ def _compare(
     tolerance: float,
     attention: str = "torch",
 ) -> int:
-    """The packed runs of `check_equivalence`, and their comparison with the plain ones; returns KV bytes per token.
+    """Run the probes packed and compare with their plain logits; return KV bytes per token.
 
-    Rounding may spoil the logits of one text, and a broken mask spoils most: the median error over probes is judged.
+    The median error over probes counts: rounding may spoil the logits of one text, but a broken mask spoils most.
     """
     name = model.config.model_type
     errors, bytes_per_token = [], 0
@@ -260,7 +260,7 @@ def _compare(
 
 
 def _packed_logits(runner: ModelRunner, probe: Probe) -> list[torch.Tensor]:
-    """Logits behind each path of a probe, whose prompts are fed in two parts."""
+    """Logits after each path of a probe, whose prompts are fed in two parts."""
     cache = runner.cache
     leases = [cache.acquire(prompt, 32) for prompt in probe.prompts]
     rows = [lease.row for lease in leases if lease is not None]
@@ -274,7 +274,7 @@ def _packed_logits(runner: ModelRunner, probe: Probe) -> list[torch.Tensor]:
 
 
 def _require_all_layers(runner: ModelRunner, attention: str) -> None:
-    """Raises ModelError: not every layer attended once in the last forward, or the kernel that was asked for failed."""
+    """Raise ModelError if not every layer attended once in the last forward, or the requested kernel failed."""
     config = runner.model.config
     if attention != "torch" and runner.buffered is None:
         raise ModelError("the attention kernel failed")

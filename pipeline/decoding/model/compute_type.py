@@ -1,4 +1,4 @@
-"""In which type a model computes, and why: by what is asked, what its weights are stored in and what the device has."""
+"""The type in which a model computes: by the requested type, the type of the stored weights, and the device."""
 
 from typing import Literal, NamedTuple
 
@@ -9,7 +9,7 @@ HALF_TYPES = ("bfloat16", "float16")
 
 
 class ComputeType(NamedTuple):
-    """A type, or "auto" for that of the weights as they are stored, and the reason for it."""
+    """A type ("auto": the type in which the weights are stored), and the reason for it."""
 
     name: Literal["float32", "bfloat16", "auto"]
     reason: str
@@ -21,14 +21,14 @@ def choose_dtype(
     stored: str,
     quantization: str | None = None,
 ) -> ComputeType:
-    """The type for a model.
+    """Choose the type in which a model computes.
 
     Parameters
     ----------
-    requested : as `decoding.dtype`.
-    device_type : torch's, "cpu" or "cuda".
-    stored : type of the weights in their files, as torch names it. Of quantised weights it is the type of what is not
-        packed, for which they were made.
+    requested : as in `decoding.dtype`.
+    device_type : torch's name, "cpu" or "cuda".
+    stored : the type of the weights in their files, as torch names it. For quantised weights it is the type of the
+        tensors that are not packed, which the packed ones were made for.
 
     Raises ModelError: bfloat16 on a processor that does not multiply it.
     """

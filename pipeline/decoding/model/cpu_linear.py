@@ -1,7 +1,7 @@
-"""Linear layers on a CPU: weights in the layout of our products, and one product for layers of the same input.
+"""Linear layers on a CPU: weights in the layout of our products, and one product for layers that share an input.
 
-torch multiplies float32 matrices with MKL, in the weights' own layout, and lays bfloat16 weights out anew for each
-product, which takes longer than the product. A layer whose results are not those of torch stays as it is.
+torch multiplies float32 matrices with MKL, in the weights' own layout, and rearranges bfloat16 weights for each
+product, which takes longer than the product. A layer whose results differ from torch's stays as it is.
 """
 
 import logging
@@ -23,7 +23,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 
 
 class JoinedLinear(nn.Module):
-    """Linear layers of one input, as one product."""
+    """Linear layers that share an input, as one product."""
 
     def __init__(self, layers: list[nn.Linear]) -> None:
         from laserbatch.pipeline.decoding.model.cpu_product import PackedMatrix  # numba takes a while to import
@@ -33,24 +33,24 @@ class JoinedLinear(nn.Module):
         bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
         self.out_features = [layer.out_features for layer in layers]
         self.matrix = PackedMatrix(weight, bias)
-        self.weight = nn.Parameter(self.matrix.packed, requires_grad=False)  # of the model's parameters, to be counted
+        self.weight = nn.Parameter(self.matrix.packed, requires_grad=False)  # so that the model's parameters include it
         # The newest input and its parts, in a list: setting a module's attribute takes longer than a small product.
         self._newest: list = [None, ()]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The first layer's results: (..., out_features[0]) of inputs (..., in_features)."""
+        """The first layer's results: (..., out_features[0]) for inputs (..., in_features)."""
         if len(self.out_features) == 1:
             return self._product(inputs)
         return self.part(inputs, 0)
 
     def part(self, inputs: torch.Tensor, index: int) -> torch.Tensor:
-        """One layer's results; those of the same input are computed once, for all layers."""
+        """One layer's results; the product with an input is computed once for all layers."""
         newest = self._newest
         if inputs is not newest[0]:
             newest[:] = inputs, self._product(inputs).split_with_sizes(self.out_features, -1)
         result = newest[1][index]
         if index == len(self.out_features) - 1:
-            newest[:] = None, ()  # activations are not to be kept
+            newest[:] = None, ()  # do not keep activations in memory
         return result
 
     def _product(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,7 @@ class JoinedLinear(nn.Module):
 
 
 class PartOfLinear(nn.Module):
-    """A layer whose weights lie in another's `JoinedLinear`."""
+    """A layer whose weights are a part of a `JoinedLinear`."""
 
     def __init__(self, relaid: JoinedLinear, index: int) -> None:
         super().__init__()
@@ -71,9 +71,9 @@ class PartOfLinear(nn.Module):
 
 
 def relayout_linear_layers(model: nn.Module) -> int:
-    """Replace a model's linear layers on a CPU for good; returns how many were. Tied embeddings stay.
+    """Replace a model's linear layers on a CPU for good; return the number replaced. Tied embeddings stay.
 
-    Layers in float32, and those in bfloat16 where the processor multiplies it.
+    Layers in float32 are replaced, and layers in bfloat16 if the processor multiplies it.
     """
     num_relaid = 0
     for module in list(model.modules()):
@@ -94,7 +94,7 @@ def relayout_linear_layers(model: nn.Module) -> int:
 
 
 def _can_be_relaid(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a module is a plain linear layer, watched by nobody."""
+    """Whether a module is a plain linear layer without hooks, on a CPU and of a type that our products take."""
     if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
         return False
     if module.weight.device.type != "cpu":
@@ -105,7 +105,7 @@ def _can_be_relaid(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 @torch.no_grad()
 def _relaid(layers: list[nn.Linear]) -> JoinedLinear | None:
-    """Join layers with the same input; None if the product gives other results here."""
+    """Join layers with the same input; None if the product gives other results on this processor."""
     dtype = layers[0].weight.dtype
     inputs = torch.linspace(-1, 1, 2 * layers[0].in_features, dtype=dtype).view(1, 2, -1)
     expected = [layer(inputs) for layer in layers]

@@ -1,12 +1,12 @@
-"""Products with a matrix on a CPU, in float32 or bfloat16, by vectors of the processor or by AMX.
+"""Products with a matrix on a CPU, in float32 or bfloat16, by vector instructions or by AMX.
 
-A few tokens are multiplied in the time in which the weights come from memory. So weights lie in the order in which they
-are read, and while one strip of them is multiplied the next one is fetched. Sums are float32. A token's results are
-added up in an order of their own, so that they have the same bits whatever else is in the product.
+A product of few tokens takes as long as reading the weights from memory. So weights lie in the order in which they are
+read, and while one strip of them is multiplied the next one is prefetched. Sums are float32. A token's results are
+summed in a fixed order, so that they have the same bits whatever else is in the product.
 
-Weights are divided into strips of 32 outputs. For vectors a strip has, word by word of the inputs, the weights of its
-outputs; a word is a float32 or a pair of bfloat16. For AMX a strip is divided into steps of 32 inputs, each of two
-tiles of 1 KiB: row p of a tile has pair p of 16 outputs. Inputs are copied into tiles of 16 tokens and 32 inputs.
+Weights are divided into strips of 32 outputs. For vectors, a strip has its outputs' weights word by word of the inputs;
+a word is a float32 or a pair of bfloat16. For AMX, a strip is divided into steps of 32 inputs, of two tiles of 1 KiB
+each: row p of a tile has input pair p of 16 outputs. Inputs are copied into tiles of 16 tokens and 32 inputs.
 """
 
 from pathlib import Path
@@ -38,17 +38,17 @@ from laserbatch.pipeline.decoding.attention.tile_product import INT, LANES, VECT
 from laserbatch.pipeline.processor import processor_flags
 from laserbatch.retrieval_pools.compiled import cached, emit_fetch, fetch_second_level, intrinsic, source_stamp
 
-STRIP = 2 * LANES  # outputs that weights are divided into
-MAX_TOKENS = 256  # of which the inputs stay in a core's second-level cache
+STRIP = 2 * LANES  # outputs of one strip of weights
+MAX_TOKENS = 256  # tokens whose inputs stay in a core's second-level cache
 # Tokens that vectors multiply at once: their sums fill the registers of AVX-512, or of AVX2.
 MANY, SOME, FEW = (12, 8, 2) if "avx512f" in processor_flags() else (3, 2, 1)
 _STAMP = ATTENTION_STAMP + source_stamp(sorted(Path(__file__).parent.glob("cpu_*.py")))
 
 
 class PackedMatrix:
-    """A matrix (out_features, in_features), float32 or bfloat16, in the layout of products, and a bias or none.
+    """A matrix (out_features, in_features), float32 or bfloat16, in the layout of products, with a bias or none.
 
-    `packed` (num_strips, any) has the weights, and zeros up to whole strips and steps.
+    `packed` (num_strips, any) has the weights, padded with zeros to whole strips and steps.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -72,7 +72,7 @@ class PackedMatrix:
         self._nothing = np.empty((0, 0), plain.dtype)
 
     def product(self, inputs: np.ndarray, addend: np.ndarray | None = None) -> np.ndarray:
-        """Result (num_tokens, out_features) of inputs (num_tokens, in_features), plus the addend, rounded once.
+        """The product (num_tokens, out_features) of inputs (num_tokens, in_features), plus the addend, rounded once.
 
         All are float32, or bfloat16 as uint16, and contiguous.
         """
@@ -89,7 +89,7 @@ class PackedMatrix:
 
 @intrinsic
 def copy_step(typing, inputs, token, begin, tiles, place):
-    """tiles[place + i] = inputs[token, begin + i] of STEP i."""
+    """tiles[place + i] = inputs[token, begin + i] for STEP values of i."""
 
     def emit_copy(context, builder, signature, arguments):
         emit = Emitter(context, builder, signature, arguments)
@@ -104,13 +104,13 @@ def copy_step(typing, inputs, token, begin, tiles, place):
 
 @intrinsic
 def store_rounded(typing, sums, place, bias, column, result, token):
-    """result[token, column + i] = the sum + bias[column + i] of STRIP i, rounded where results are bfloat16."""
+    """result[token, column + i] = sum i + bias[column + i] for STRIP values of i, rounded if results are bfloat16."""
     return types.void(sums, place, bias, column, result, token), _emit_stored
 
 
 @intrinsic
 def store_sum(typing, sums, place, bias, column, result, token, addend):
-    """As `store_rounded`, with addend[token, column + i] added."""
+    """Like `store_rounded`, with addend[token, column + i] added."""
     return types.void(sums, place, bias, column, result, token, addend), _emit_stored
 
 
@@ -133,10 +133,10 @@ def _emit_stored(context, builder, signature, arguments):
 
 @literal_intrinsic
 def multiply_rows(typing, num_rows, num_fetched, inputs, row, last_row, weights, weight, fetched, sums):
-    """Set `sums` (2, ROWS, LANES) to a strip's results of `num_rows` tokens; behind the last row it is repeated.
+    """Set `sums` (2, ROWS, LANES) to a strip's results for `num_rows` tokens; rows after the last one repeat it.
 
-    The strip's weights are from place `weight` on, for each word of an input one of STRIP outputs: a word is a float32
-    or two bfloat16. With each, `num_fetched` lines are fetched from place `fetched` on.
+    The strip's weights begin at place `weight`: STRIP words, one per output, for each word of the inputs; a word is a
+    float32 or two bfloat16. With each input word, `num_fetched` lines are prefetched, from place `fetched` on.
     """
     kinds = num_rows, num_fetched, inputs, row, last_row, weights, weight, fetched, sums
     return types.void(*kinds), _emit_rows
@@ -147,7 +147,7 @@ def _emit_rows(context, builder, signature, arguments):
     _, _, _, row, last_row, _, weight, fetched, _ = emit.values
     num_rows, num_fetched = (kind.literal_value for kind in signature.args[:2])
     is_float, word = emit.is_float(2), ir.IntType(32)
-    line = LANES if is_float else 2 * LANES  # values
+    line = LANES if is_float else 2 * LANES  # values of a cache line
     num_words = builder.extract_value(emit.values[2].shape, 1)
     if not is_float:
         num_words = builder.udiv(num_words, ir.Constant(INT, 2))
@@ -203,7 +203,7 @@ def _multiply_by_vectors(inputs, weights, bias, addend, result, num_threads):
             for strip in range(first, last):
                 here, ahead = strip * size, min(strip + 1, last - 1) * size
                 token = begin
-                while token < end:  # the first ones fetch the next strip meanwhile
+                while token < end:  # the first tokens prefetch the next strip meanwhile
                     left, number = end - token, MANY
                     if left <= FEW:
                         number = FEW
@@ -221,7 +221,7 @@ def _multiply_by_vectors(inputs, weights, bias, addend, result, num_threads):
 
 @njit(error_model="numpy", parallel=True)
 def _tiles_of(inputs, num_steps, num_threads):
-    """Tokens in tiles (num_tiles, num_steps, ROWS, STEP), flat; what is behind the last token or input is zero."""
+    """Tokens in tiles (num_tiles, num_steps, ROWS, STEP), flattened, with zeros after the last token and input."""
     num_tiles = -(-len(inputs) // ROWS)
     tiles = np.empty(num_tiles * num_steps * TILE + 32, np.uint16)
     tiles = tiles[-tiles.ctypes.data % 64 // 2 :]  # a row of a tile is one line of the cache
@@ -237,7 +237,7 @@ def _tiles_of(inputs, num_steps, num_threads):
 
 @njit(error_model="numpy")
 def _copy_to_tile(inputs, tile, num_steps, tiles):
-    """Copy the tokens of one tile, and zeros behind the last input."""
+    """Copy the tokens of one tile, with zeros after the last input."""
     num_tokens, num_inputs = inputs.shape
     for token in range(tile * ROWS, min((tile + 1) * ROWS, num_tokens)):
         row = token % ROWS
@@ -252,11 +252,11 @@ def _copy_to_tile(inputs, tile, num_steps, tiles):
 
 @njit(error_model="numpy")
 def _multiply_tiles(tiles, token, num_tokens, weights, strip, next_strip, sums):
-    """Set `sums` (2, 2, ROWS, 16): the strip's results of 32 tokens; meanwhile a part of the next strip is fetched."""
+    """Set `sums` (2, 2, ROWS, 16) to the strip's results for 32 tokens; meanwhile prefetch a part of the next strip."""
     num_steps = weights.shape[1] // (2 * TILE)
     weight = strip * num_steps * 2 * TILE
     upper = token * num_steps * STEP
-    # Each pass over a strip fetches its share of the next one: lines of 64 bytes.
+    # Each pass over a strip prefetches its share of the next one, in lines of 64 bytes.
     num_passes = -(-num_tokens // (2 * ROWS))
     num_fetched = -(-2 * TILE // 32 // num_passes)
     fetched = next_strip * num_steps * 2 * TILE + token // (2 * ROWS) * num_fetched * num_steps * 32
@@ -285,7 +285,7 @@ def _multiply_tiles(tiles, token, num_tokens, weights, strip, next_strip, sums):
 
 @njit(error_model="numpy")
 def _store(sums, first, last, strip, bias, addend, result):
-    """Set the strip's results of tokens [first, last), of whose sums two tiles (ROWS, 16) are beside each other."""
+    """Set the strip's results for tokens [first, last); in `sums` two adjacent tiles (ROWS, 16) have its outputs."""
     column, num_outputs = strip * STRIP, result.shape[1]
     for token in range(first, last):
         row = token - first

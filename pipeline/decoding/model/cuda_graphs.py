@@ -1,12 +1,12 @@
 """A model's forward through static buffers, with a kernel's attention; on CUDA small steps are replayed as CUDA graphs.
 
-A step of up to 2,048 tokens is padded to a bucket, whose buffers stay where they are. On CUDA a bucket's first step
-runs eagerly, its second is captured, and later ones are replayed, up to hidden states. Larger steps, and large ones
-that are mostly prompts, run eagerly in buffers of their own. The path is the same without capture.
+A step of up to 2,048 tokens is padded to the size of a bucket, whose buffers keep their addresses. On CUDA a bucket's
+first step runs eagerly, its second is captured, and later ones are replayed, up to hidden states. Larger steps, and
+large ones that are mostly prompts, run eagerly in their own buffers. The path is the same without capture.
 
-Capture and replay (`_capture`, `_replay`) have run on an NVIDIA H200 (`docs/gpu.md`). What goes wrong there must not
-stop a night: the kernel is compared with torch's attention once for each kind of layer, and a capture that fails leaves
-eager steps: where memory ran out for a while, else for good.
+Capture and replay (`_capture`, `_replay`) have run on an NVIDIA H200 (`docs/gpu.md`). An error there must not stop a
+night: the kernel is compared with torch's attention once for each kind of layer, and after a failed capture steps run
+eagerly, for a while if memory ran out, otherwise for good.
 """
 
 import gc
@@ -38,23 +38,23 @@ logger = logging.getLogger(__name__)
 
 # Padding is at most 64 tokens up to 1,024 and 128 above: 4 to 8 % of the tokens of a batch of 64 that drafts 8 each.
 TOKEN_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(128, 1024, 64), *range(1024, 2049, 128))
-MAX_PROMPT_BUCKET = 1024  # tokens of a step that is mostly prompts, above which its computation hides its launches
-MIN_LOGIT_SHARE = 0.5  # share of a step's tokens whose logits are needed, below which it is mostly prompts
-MAX_BUCKETS = 96  # graphs and buffers that are kept, of the last steps
-MAX_BUFFER_BYTES = 512 << 20  # of their buffers together, on the host and again on the device
-MAX_OUT_OF_MEMORY = 3  # captures that ran out of memory, after which there is no further one
+MAX_PROMPT_BUCKET = 1024  # a larger step that is mostly prompts hides its launches behind its computation
+MIN_LOGIT_SHARE = 0.5  # a step is mostly prompts if logits are needed for a smaller share of its tokens
+MAX_BUCKETS = 96  # the last used buckets are kept, with their graphs and buffers
+MAX_BUFFER_BYTES = 512 << 20  # of their buffers together, on the host and likewise on the device
+MAX_OUT_OF_MEMORY = 3  # after this many captures that ran out of memory, none is tried
 RETRY_STEPS = 500  # eager steps after a capture that ran out of memory
-MAX_WARM_UP_CAPTURES = 24  # of some 33 to 66 ms each for 8 B parameters on an H200
+MAX_WARM_UP_CAPTURES = 24  # each takes some 33 to 66 ms for 8 B parameters on an H200
 ALIGNMENT = 16  # bytes; Triton compiles a kernel anew for pointers that are less aligned
 
 
 class StepBuffers:
-    """The numbers of a step of at most so many tokens, sequences and slots, in one buffer that one copy brings over.
+    """The inputs of a step of at most `num_tokens`, `num_sequences` and `num_slots`, in one buffer that is copied once.
 
-    What is over is padding, written so that it reads token 0, attends to nothing and stores its keys in the scratch
-    slot. `token_ids`, `positions`, `slot_mapping` int64[num_tokens] and `metadata` view one tensor; `eager` is the
-    attention without a kernel of the batch that they hold. On CUDA the copy is made from pinned memory and not waited
-    for; an event keeps the next step from overwriting numbers that are still being copied.
+    The rest of each array is padding, which reads token 0, attends to nothing and stores its keys in the scratch slot.
+    `token_ids`, `positions`, `slot_mapping` int64[num_tokens] and `metadata` view one tensor; `eager` is the batch's
+    attention without a kernel. On CUDA the copy is asynchronous, from pinned memory; an event keeps the next step from
+    overwriting numbers that are still being copied.
     """
 
     eager: EagerAttention
@@ -91,7 +91,7 @@ class StepBuffers:
         self.metadata = AttentionMetadata(positions=views.pop("metadata_positions"), **views)
 
     def fill_padding(self, scratch_slot: int) -> None:
-        """Fill in a step of one padding token, whose keys no sequence reads."""
+        """Fill in a step of one padding token, whose keys are read by no sequence."""
         zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
         slot, until_one = np.full(1, scratch_slot, np.int32), np.arange(2, dtype=np.int32)
         token = SimpleNamespace(token_ids=zero, positions=zero, slot_mapping=slot)
@@ -100,7 +100,7 @@ class StepBuffers:
         )
 
     def fill(self, batch: Batch | SimpleNamespace, metadata: AttentionMetadata[np.ndarray], scratch_slot: int) -> None:
-        """Write a batch's numbers and padding, and send them to the device; what `scratch_slot` holds is never read."""
+        """Write a batch's numbers and padding, and send them to the device; nothing reads from `scratch_slot`."""
         self.wait()
         self._put("token_ids", batch.token_ids, 0)
         self._put("positions", batch.positions, 0)
@@ -119,7 +119,7 @@ class StepBuffers:
         self.eager = EagerAttention(metadata, self._device.device)
 
     def wait(self) -> None:
-        """Until the numbers are on the device, so that others may be written."""
+        """Wait until the numbers are on the device, so that others may be written."""
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -133,7 +133,7 @@ class StepBuffers:
 class Bucket:
     """Buffers of steps of one size, and on CUDA their captured graph and the hidden states that it leaves.
 
-    `signature` : that of the memory over which the newest eager step ran; None before the first.
+    `signature` : identifies the memory that the newest eager step used; None before the first.
     """
 
     buffers: StepBuffers
@@ -145,8 +145,8 @@ class Bucket:
 class BufferedForward:
     """Runs batches through one model, whose layers call our attention, over one cache.
 
-    `make_kernel` gives for each step the attention of its layers, as `attention.metadata` has it, with a further
-    argument `shape`. `layers` : what computes hidden states in the place of the model's own layers; None: these.
+    `make_kernel` returns a step's attention, by the contract of `attention.metadata` with one more argument `shape`.
+    `layers` compute hidden states instead of the model's own layers; None: the model's own do.
 
     Attributes
     ----------
@@ -161,7 +161,7 @@ class BufferedForward:
         make_kernel: Callable[[], Callable[..., torch.Tensor]],
         layers: "CudaLayers | None" = None,
     ) -> None:
-        self.buckets: dict[tuple[int, LaunchShape], Bucket] = {}  # the one that was used last is the last
+        self.buckets: dict[tuple[int, LaunchShape], Bucket] = {}  # in order of use, the last used one last
         self.num_captures = self.num_failed_captures = self.num_replays = self.num_eager_steps = 0
         self._head = head
         self._cache = cache
@@ -170,13 +170,13 @@ class BufferedForward:
         self._layers = layers
         self.last_plan: StepPlan | None = None  # of the newest forward that was not a replay, for checks
         self._captures = device.type == "cuda"
-        self._num_out_of_memory = 0  # captures
+        self._num_out_of_memory = 0  # captures that ran out of memory
         self._num_pausing = 0  # eager steps before the next capture
-        self._checked: set[tuple] = set()  # kinds of layers of which the kernel was compared with torch's attention
+        self._checked: set[tuple] = set()  # kinds of layers for which the kernel was compared with torch's attention
 
     @torch.inference_mode()
     def run(self, batch: Batch, metadata: AttentionMetadata[np.ndarray]) -> HiddenRows:
-        """Logits of the batch's wanted tokens, in their order. Valid until the next step."""
+        """Run a batch; return the rows of its `logit_indices`, which are valid until the next step."""
         with self._on_device():
             return HiddenRows(self._head, self._run(batch, metadata), batch.logit_indices)
 
@@ -184,11 +184,11 @@ class BufferedForward:
     def warm_up(self, num_sequences: int, max_draft_tokens: int, min_keys: int, max_keys: int) -> None:
         """Capture the steps that a full batch will probably take, before they are needed; on CUDA only.
 
-        Call it when the cache has its memory and a step has compared the kernel. The output of that step is void then.
+        Call it when the cache has its memory and a step has compared the kernel; it invalidates that step's output.
 
         Parameters
         ----------
-        max_draft_tokens : of each sequence.
+        max_draft_tokens : most draft tokens of each sequence.
         min_keys, max_keys : length of the longest sequence now and at its end.
         """
         likely = likely_steps(num_sequences, max_draft_tokens, min_keys, max_keys, self._num_kv_heads)
@@ -213,15 +213,15 @@ class BufferedForward:
 
     @property
     def _num_kv_heads(self) -> int:
-        """Key-value heads of the first layer that attended; 8 before there was one."""
+        """The number of key-value heads of the cache's first layer; 8 before there is one."""
         return next((len(layer.keys) for layer in self._cache.layers.values()), 8)
 
     def _on_device(self) -> AbstractContextManager:
-        """Triton launches on the current device, and streams and events are made there: let it be the model's."""
+        """Make the model's device current, because Triton launches and torch makes streams and events there."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _run(self, batch: Batch, metadata: AttentionMetadata[np.ndarray]) -> torch.Tensor:
-        """Run a step by a graph or eagerly; return what `_forward` does, perhaps with padding rows behind it."""
+        """Run a step by a graph or eagerly; return its hidden states, perhaps with padding rows at the end."""
         num_tokens, num_sequences = len(batch), len(batch.feeds)
         if self._layers is not None:
             self._layers.cover(int(batch.positions.max()))
@@ -237,7 +237,7 @@ class BufferedForward:
         return self._run_bucket(bucket, shape)
 
     def _padded_tokens(self, num_tokens: int, num_logit_rows: int) -> int | None:
-        """The bucket's number of tokens; None if the step is better run eagerly."""
+        """The number of tokens of a step's bucket; None if the step should run eagerly."""
         if num_tokens > MAX_PROMPT_BUCKET and num_logit_rows < MIN_LOGIT_SHARE * num_tokens:
             return None
         return bucket_of(num_tokens)
@@ -257,16 +257,16 @@ class BufferedForward:
         return bucket
 
     def _signature(self) -> tuple:
-        """The memory outside its bucket that a captured graph reads: if it differs, the graph is void."""
+        """Identifies the memory outside its bucket that a captured graph reads: if it differs, the graph is void."""
         cached = [t for layer in self._cache.layers.values() for t in (layer.keys, layer.values)]
         tensors = cached if self._layers is None else [*cached, *self._layers.static_tensors]
-        # Other memory may lie at the same addresses: the capacity says how far one head's keys are from the next one's.
+        # New memory may lie at the old addresses, and then the capacity, the stride between heads, tells them apart.
         return (self._cache.capacity, *(tensor.data_ptr() for tensor in tensors))
 
     def _run_bucket(self, bucket: Bucket, shape: LaunchShape) -> torch.Tensor:
-        """Run a filled bucket; return what `_forward` does."""
-        # An eager step compiles kernels, which a capture must not, also for memory of other strides. Without memory (it
-        # was given back) a capture would make the cache anew, and empty it at each replay.
+        """Run a filled bucket; return its hidden states."""
+        # An eager step compiles kernels, also for memory of other strides; a capture must not. If the cache's memory
+        # was given back, a capture would allocate the cache, and each replay would clear it.
         if bucket.signature != self._signature():
             bucket.graph = bucket.hidden = None
             return self._run_eagerly(bucket, shape)
@@ -280,7 +280,7 @@ class BufferedForward:
     def _run_eagerly(self, bucket: Bucket, shape: LaunchShape) -> torch.Tensor:
         self.num_eager_steps += 1
         hidden = self._forward(bucket.buffers, shape)
-        bucket.signature = self._signature()  # as the step has left it: a first one makes the cache's memory
+        bucket.signature = self._signature()  # after the step, as the first one allocates the cache
         return hidden
 
     def _try_capture(self, bucket: Bucket, shape: LaunchShape) -> bool:
@@ -307,7 +307,7 @@ class BufferedForward:
     def _capture(self, bucket: Bucket, shape: LaunchShape) -> None:
         """Record the step's launches; nothing is computed yet, and only calls of this thread are refused meanwhile.
 
-        Where the capture fails torch leaves its stream the current one, so that the stream before is put back here.
+        After a failed capture torch leaves the capture's stream current, so the stream before is restored here.
         """
         graph = torch.cuda.CUDAGraph()
         pool = next((other.graph.pool() for other in self.buckets.values() if other.graph is not None), None)
@@ -334,7 +334,7 @@ class BufferedForward:
 
 
 def bucket_of(num_tokens: int) -> int | None:
-    """The tokens that a step is padded to; None: it is larger than any bucket."""
+    """The number of tokens to which a step is padded; None if it is larger than any bucket."""
     place = bisect_left(TOKEN_BUCKETS, num_tokens)
     return TOKEN_BUCKETS[place] if place < len(TOKEN_BUCKETS) else None
 
@@ -342,7 +342,7 @@ def bucket_of(num_tokens: int) -> int | None:
 def likely_steps(
     num_sequences: int, max_draft_tokens: int, min_keys: int, max_keys: int, num_kv_heads: int = 8
 ) -> list[tuple[int, LaunchShape]]:
-    """Padded sizes and shapes of a full batch's steps with drafts of any mean size; those of the longest texts first.
+    """Padded sizes and shapes of a full batch's steps with drafts of any mean size, those for the longest texts first.
 
     `min_keys`, `max_keys` : length of the longest sequence in the first step and in the last.
     """
@@ -359,7 +359,7 @@ def likely_steps(
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Python's collector could destroy a dropped graph or event, which CUDA refuses in a capture."""
+    """Pause Python's collector: it could destroy a dropped graph or event, which CUDA refuses in a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -370,9 +370,9 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def kernel_for(choice: str, device: torch.device) -> Callable[[], Callable[..., torch.Tensor]] | None:
-    """What makes the attention kernel of a step by the setting `decoding.attention`; None: attention is torch's.
+    """A function that makes a step's attention kernel, by the setting `decoding.attention`; None: there is no kernel.
 
-    Raises ModelError: "triton" was asked for, and there is no CUDA device or no triton.
+    Raises ModelError: "triton" was requested, and there is no CUDA device or no triton.
     """
     if choice == "torch" or (choice == "auto" and device.type != "cuda"):
         return None
@@ -385,4 +385,4 @@ def kernel_for(choice: str, device: torch.device) -> Callable[[], Callable[..., 
 
     if device.type != "cuda" and not INTERPRETED:
         raise ModelError("decoding.attention is triton, which needs CUDA; use auto or torch, or set TRITON_INTERPRET=1")
-    return lambda: partial(triton_attention, scratch=Scratch())  # which the layers of a step share
+    return lambda: partial(triton_attention, scratch=Scratch())  # shared by the layers of a step

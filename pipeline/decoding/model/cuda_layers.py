@@ -1,12 +1,12 @@
 """The layers of a plain model on CUDA in ten launches each, where transformers' own take about forty.
 
-Four matrix products over joined weights, attention (two launches), and the kernels of `layer_kernels` between them:
-add and normalise; rotate and store into the cache; gate. A model of a known kind is computed so, with the same
-weights; `checks` compares the result with the model's own before the engine believes it. Import it only where Triton
-can be imported.
+They are four matrix products over joined weights, attention (two launches), and the kernels of `layer_kernels` between
+them: add and normalise; rotate and store into the cache; gate. They compute models of known kinds, with the same
+weights; `checks` compares the result with the model's own layers before the engine uses it. Import this module only
+where Triton can be imported.
 
-Libraries were considered first. liger-kernel (0.8.5) copies strided operands, which the parts of a joined product are,
-has no store into slots, and would serve the norm alone; flashinfer-python builds its kernels with nvcc at run time.
+Libraries were considered first. liger-kernel (0.8.5) copies strided operands such as the parts of a joined product, has
+no store into slots, and could replace only the norm; flashinfer-python builds its kernels with nvcc at run time.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class _Norm:
 
 
 class _Layer(LayerParts["_Norm | None"]):
-    """Weights and sizes of a decoder layer. Its own projections become views of the joined ones."""
+    """Weights and sizes of a decoder layer. Weights of its own projections become views of the joined ones."""
 
     norm: _Norm
     mlp_norm: _Norm
@@ -100,7 +100,7 @@ class CudaLayers:
         return normed
 
     def _normalise(self, hidden, update, update_norm: _Norm | None, norm: _Norm, out) -> None:
-        """Add the update, after its own norm if it has one, to `hidden`; write the norm of that to `out`."""
+        """Add the update, normalised first if it has a norm, to `hidden`; write the norm of the sum to `out`."""
         size = hidden.shape[1]
         block = triton.next_power_of_2(size)
         layer_kernels.rms_norm[(len(hidden),)](
@@ -127,7 +127,7 @@ class CudaLayers:
         return layer.attend(plan, qkv[:, : layer.num_heads], memory)
 
     def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """(num_tokens, size) of the gate and what it gates, (num_tokens, 2 * size)."""
+        """The gated values (num_tokens, size) of gates and values (num_tokens, 2 * size)."""
         num_tokens, size = len(gate_up), gate_up.shape[1] // 2
         out = gate_up.new_empty(num_tokens, size)
         layer_kernels.gate[(num_tokens, triton.cdiv(size, GATE_BLOCK))](
@@ -138,7 +138,7 @@ class CudaLayers:
 
 @torch.no_grad()
 def _joined(*layers: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight and bias of linear layers with the same input as one product; the layers keep views of them."""
+    """The joined weight and bias of linear layers with the same input; the layers keep views of them."""
     parts = [layer.out_features for layer in layers]
     joined = []
     for name in ("weight", "bias"):

@@ -1,4 +1,4 @@
-"""Whether a model's weights and tokenizer are those that its configuration describes; else it is refused by name."""
+"""Checks that a model's weights and tokenizer are those that its configuration describes; errors name the tensors."""
 
 import re
 from itertools import accumulate
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _MAX_NAMED = 3
-_CONTROL_FORM = re.compile(r"^(<.+>|\[.+\])$", re.DOTALL)  # as `knowledge.chat_format`, which engines do not import
+_CONTROL_FORM = re.compile(r"^(<.+>|\[.+\])$", re.DOTALL)  # as in `knowledge.chat_format`, which engines do not import
 # Tensors that change no logit: buffers that a model computes itself, and heads for values (reinforcement learning) or
 # for several tokens at once. transformers names more of them by architecture, and reads a tied output layer.
 HARMLESS_WEIGHTS = re.compile(
     r"(^|\.)(?:(original_)?inv_freq|(cos|sin)_cached|masked_bias|(attn|attention)\.bias|position_ids|"
     r"(v_head|mtp|mtp_layers)\..*)$"
 )
-# Scales of an fp8 KV cache, beside quantised weights; our cache is not quantised.
+# Scales of an fp8 KV cache, which are stored with quantised weights; our cache is not quantised.
 QUANTIZED_EXTRAS = re.compile(r"\.([kqv]_scale|[kqv]_zero_point|[kqv]_proj\.output_(scale|zero_point))$")
-# An encoder's folder may hold heads for other tasks; what stands in a numbered layer is the encoder's own.
+# An encoder's folder may hold heads for other tasks; tensors of a numbered layer are the encoder's own.
 OUTSIDE_LAYERS = re.compile(r"^(?!.*(^|\.)(layers?|h|blocks?)\.\d+\.)")
 
 
@@ -31,15 +31,15 @@ def require_whole_weights(
 ) -> None:
     """Refuse a model whose weights are not those that its configuration describes.
 
-    transformers fills what is missing with random numbers, and ignores what the configuration does not describe.
+    transformers fills missing tensors with random numbers and ignores tensors that the configuration does not describe.
 
     Parameters
     ----------
-    loading_info : of `from_pretrained(output_loading_info=True, ignore_mismatched_sizes=True)`.
-    unused : beginnings of names that may be missing, since nothing reads them.
-    harmless : names of tensors that the files may hold and the model does not read; `HARMLESS_WEIGHTS` are always so.
+    loading_info : returned by `from_pretrained(output_loading_info=True, ignore_mismatched_sizes=True)`.
+    unused : beginnings of the names of tensors that may be missing, since nothing reads them.
+    harmless : names of tensors that the model need not read, in addition to `HARMLESS_WEIGHTS`.
 
-    Raises ModelError: naming the first of them.
+    Raises ModelError: tensors are missing, of another shape or not described; the message names the first ones.
     """
     copying = "copy the whole checkpoint again, or correct config.json"
     missing = sorted(name for name in loading_info["missing_keys"] if not name.startswith(unused))
@@ -64,32 +64,32 @@ def require_whole_weights(
 
 
 def require_described_weights(folder: Path) -> int | None:
-    """Compare the names and shapes of a folder's tensors with its configuration; reads no values of them.
+    """Compare the names and shapes of a folder's tensors with its configuration, without reading their values.
 
-    Returns the rows of the embedding; None where nothing was compared, because transformers does not know the model, or
-    the weights are quantised in a format whose names say nothing. Of other quantised weights it is compared which
-    modules have tensors, and the shapes of those that are not packed. Raises ModelError as `require_whole_weights`.
+    Returns the number of rows of the embedding; None if nothing was compared, because transformers does not know the
+    model, or the weights are quantised in a format whose names say nothing. For other quantised weights, the modules
+    that have tensors and the shapes of unpacked tensors are compared. Raises ModelError like `require_whole_weights`.
     """
     file_config = read_config(folder)
     is_quantised = quantization_of(file_config) is not None
     if is_quantised and is_mixture_of_experts(file_config):
-        return None  # transformers joins the tensors of plain experts, whose names tell nothing of packed ones
+        return None  # transformers joins the tensors of plain experts, so their names say nothing about packed ones
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     local = {"local_files_only": True, "trust_remote_code": False}
     verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # its own table of the tensors
+    transformers_logging.set_verbosity_error()  # suppress its own table of tensors
     transformers_logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(folder, **local)
         if is_quantised:
-            delattr(config, "quantization_config")  # whose library need not be here: the plain model is compared
+            delattr(config, "quantization_config")  # its library need not be installed: the plain model is compared
         loaded = AutoModelForCausalLM.from_pretrained(
             folder, config=config, device_map={"": "meta"}, use_safetensors=True, output_loading_info=True,
             ignore_mismatched_sizes=True, **local,
         )  # fmt: skip
-    except Exception:  # transformers may raise anything; an engine that loads the model says what hinders it
+    except Exception:  # transformers may raise anything; the engine that loads the model reports the reason
         return None
     finally:
         transformers_logging.set_verbosity(verbosity)
@@ -101,10 +101,10 @@ def require_described_weights(folder: Path) -> int | None:
 
 
 def _without_packed(model: "PreTrainedModel", loading_info: dict) -> dict | None:
-    """Leave out of `loading_info`, of a plain model and quantised weights, what packed linear layers cause.
+    """Drop entries that packed linear layers cause from the `loading_info` of a plain model with quantised weights.
 
-    Whatever a layer is packed into stands below its name: `q_proj.qweight`, `q_proj.weight_scale`. None where more than
-    half of the weights that the model needs have nothing below their names, so that the format has others.
+    Tensors of a packed layer have names below the layer's name: `q_proj.qweight`, `q_proj.weight_scale`. Returns None
+    if more than half of the model's weights have no tensor below their names, so that the format uses other names.
     """
     layers = {name: module for name, module in model.named_modules() if getattr(module, "weight", None) is not None}
 
@@ -127,8 +127,8 @@ def _without_packed(model: "PreTrainedModel", loading_info: dict) -> dict | None
 def require_token_rows(folder: Path, tokenizer: "PreTrainedTokenizerBase", num_rows: int) -> str | None:
     """Refuse a tokenizer that makes tokens for which the embedding has no row: a prompt with one cannot be run.
 
-    Returns a warning that names such tokens that no prompt holds (control tokens that the chat template does not write,
-    as a padding token); None where there are none. Raises ModelError: texts or the chat template make one.
+    Returns a warning about tokens without a row that no prompt holds (control tokens that the chat template does not
+    write, such as a padding token); None if there are none. Raises ModelError: texts or the chat template make one.
     """
     rowless = {token_id: token for token, token_id in tokenizer.get_vocab().items() if token_id >= num_rows}
     added, template = tokenizer.added_tokens_decoder, str(tokenizer.chat_template or "")

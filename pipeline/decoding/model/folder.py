@@ -1,10 +1,9 @@
-"""What can be said of a model folder without running it: files, tokenizer, identity, how weights are stored, and what
-its generation_config.json asks of greedy decoding.
+"""Facts about a model folder that need no run: files, tokenizer, identity, the type of the stored weights, and the
+rules of its generation_config.json.
 
-End tokens end texts (`end_ids_of`) and a `repetition_penalty` is applied, as `transformers.generate` does it.
-Whatever else would change which token is the likeliest is refused: REFUSED. What names another way of decoding
-(sampling) or another limit is not used. What is done is part of a model's identity, and with it of its texts'
-fingerprints; a neutral value is as none.
+End tokens end texts (`end_ids_of`) and a `repetition_penalty` is applied, as in `transformers.generate`. Options that
+would change the likeliest token in another way are refused (REFUSED). Options for sampling and limits are ignored. The
+applied rules are part of a model's identity, and so of its texts' fingerprints; a neutral value counts as absent.
 """
 
 import copy
@@ -25,17 +24,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SAMPLE_MODEL = Path(__file__).resolve().parents[3] / "models" / "sample"
-_HASHED_BYTES = 1 << 20  # of each end of a weights file
+_HASHED_BYTES = 1 << 20  # hashed at each end of a weights file
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # by architecture
-# Keys of a config.json, and the ends of those of a GGUF file, whose value is a whole number above 0.
+# Keys of a config.json, and last parts of keys of a GGUF file, whose value is a whole number above 0.
 _SIZES = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
     "num_key_value_heads", "max_position_embeddings", "embedding_length", "block_count", "feed_forward_length",
     "context_length", "head_count", "head_count_kv",
 }  # fmt: skip
 _NUMBERS = {"rms_norm_eps", "layer_norm_eps", "rope_theta"}  # above 0, too
-# Each with its neutral value, beside null.
+# Refused options with their neutral values; null is neutral, too.
 REFUSED = {
     "min_length": 0, "min_new_tokens": 0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0,
     "encoder_repetition_penalty": 1.0, "bad_words_ids": [], "sequence_bias": {}, "begin_suppress_tokens": [],
@@ -72,13 +71,13 @@ def find_weights(path: Path) -> list[Path]:
 
 
 def require_tokenizer(folder: Path) -> None:
-    """Raise ModelError where a folder holds no tokenizer; it need not hold a model."""
+    """Raise ModelError if a folder holds no tokenizer; it need not hold a model."""
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(f"{folder} holds no tokenizer; one of {', '.join(_TOKENIZER_FILES)} is expected")
 
 
 def require_whole_files(folder: Path) -> None:
-    """Raise ModelError where a model's files are not there or were cut off; no weight is read, torch is not needed."""
+    """Raise ModelError if a model's files are missing or cut off; no weight is read, and torch is not needed."""
     for file in find_weights(folder):
         try:
             with safe_open(file, "numpy"):
@@ -90,11 +89,11 @@ def require_whole_files(folder: Path) -> None:
 
 
 def model_identity(folder: Path, adapter: str | Path | None = None) -> str:
-    """Folder name and a short hash of the configuration, of what generation_config.json does to texts, and of each
+    """The folder's name and a short hash of the configuration, the applied rules of generation_config.json, and each
     weights file's size, first and last MiB.
 
-    An adapter's name and files are part of it: with another adapter it is another model. Raises ModelError as
-    `find_weights` does.
+    An adapter's name and files are part of it: with another adapter it is another model. Raises ModelError like
+    `find_weights`.
     """
     weights = find_weights(folder)
     digest = hashlib.sha256((folder / "config.json").read_bytes())
@@ -119,20 +118,20 @@ def model_identity(folder: Path, adapter: str | Path | None = None) -> str:
 
 
 def tokenizer_folder(folder: Path, adapter: str | Path | None = None) -> Path:
-    """The folder whose tokenizer is used: the adapter's where it holds one, as PEFT saves it, else the model's."""
+    """The folder whose tokenizer is used: the adapter's if it holds one, as PEFT saves it, otherwise the model's."""
     has_tokenizer = adapter is not None and any((Path(adapter) / name).is_file() for name in _TOKENIZER_FILES)
     return Path(adapter) if has_tokenizer and adapter is not None else folder
 
 
 def load_tokenizer(folder: Path, adapter: str | Path | None = None) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a folder, or of an adapter that has its own; also an adapter's own chat template is used.
+    """The tokenizer of a folder, or of an adapter that has its own; an adapter's own chat template is used, too.
 
     Raises ModelError: the folder holds no tokenizer, or it cannot be read.
     """
     require_tokenizer(folder)
     template = None if adapter is None else _chat_template(Path(adapter))
     model_folder, folder = folder, tokenizer_folder(folder, adapter)
-    from transformers import AutoTokenizer  # here: it takes seconds to load, and who only asks of files needs it not
+    from transformers import AutoTokenizer  # here: it takes seconds to load, and checks of files do not need it
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -143,7 +142,7 @@ def load_tokenizer(folder: Path, adapter: str | Path | None = None) -> "PreTrain
     if template is not None:
         tokenizer.chat_template = template
     written = set(re.findall(r"\b(?:bos|eos)_token\b", str(tokenizer.chat_template)))
-    lost = written - tokenizer.special_tokens_map.keys()  # a template writes nothing in their places
+    lost = written - tokenizer.special_tokens_map.keys()  # the template would write nothing in their places
     if lost and not (folder / "tokenizer_config.json").is_file():
         raise ModelError(
             f"the chat template of {folder} writes the {' and '.join(sorted(lost))}, and the tokenizer there has none; "
@@ -153,7 +152,7 @@ def load_tokenizer(folder: Path, adapter: str | Path | None = None) -> "PreTrain
 
 
 def _chat_template(adapter: Path) -> str | None:
-    """The chat template that an adapter's folder holds; None where it has none."""
+    """The chat template that an adapter's folder holds, or None."""
     if (file := adapter / "chat_template.jinja").is_file():
         return file.read_text(encoding="utf-8")
     file = adapter / "tokenizer_config.json"
@@ -162,9 +161,9 @@ def _chat_template(adapter: Path) -> str | None:
 
 
 def quantization_of(config) -> str | None:
-    """The method by which a configuration says its weights are stored in fewer bits; None for plain weights.
+    """The quantisation method that a configuration names for its weights; None for plain weights.
 
-    `config` : of transformers, or the content of a config.json.
+    `config` : a configuration of transformers, or the content of a config.json.
     """
     get = config.get if isinstance(config, dict) else partial(getattr, config)
     section = get("quantization_config", None)
@@ -186,7 +185,7 @@ def is_mixture_of_experts(config: Mapping[str, Any]) -> bool:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of a folder's config.json. Raises ModelError: there is none, or it is none of a model."""
+    """The content of a folder's config.json. Raises ModelError: there is none, or it does not describe a model."""
     file = folder / "config.json"
     if not file.is_file():
         raise ModelError(f"{folder} holds no config.json; it is not a model folder of transformers")
@@ -196,12 +195,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def require_sizes(config: Mapping[str, Any], source: Path) -> None:
-    """Raise ModelError where `source` gives a model an impossible size, such as 0 heads."""
+    """Raise ModelError if `source` gives a model an impossible size, such as 0 heads."""
     for key, value in config.items():
         name = key.rpartition(".")[2]
         if isinstance(value, Mapping):
             require_sizes(value, source)
-        elif name in _SIZES | _NUMBERS and value is not None and not isinstance(value, list):  # a value a layer
+        elif name in _SIZES | _NUMBERS and value is not None and not isinstance(value, list):  # one per layer
             is_whole = name in _SIZES
             if type(value) not in ((int,) if is_whole else (int, float)) or not value > 0:
                 expected = f"a {'whole ' * is_whole}number above 0"
@@ -209,9 +208,9 @@ def require_sizes(config: Mapping[str, Any], source: Path) -> None:
 
 
 def stored_dtype(folder: Path) -> str:
-    """The type, as torch names it, in which a folder's weights are stored by its config.json; float32 if it names none.
+    """The type of a folder's stored weights by its config.json, as torch names it; float32 if it names none.
 
-    Raises ModelError where that is no JSON object.
+    Raises ModelError: config.json is no JSON object.
     """
     config = read_config(folder)
     named = [part.get(key) for part in (config.get("text_config") or {}, config) for key in ("dtype", "torch_dtype")]
@@ -219,7 +218,7 @@ def stored_dtype(folder: Path) -> str:
 
 
 def num_parameters_of(config) -> int:
-    """Parameters of the plain model that a configuration describes: packed values cannot be counted one by one."""
+    """The number of parameters of the plain model that a configuration describes; packed values cannot be counted."""
     plain = copy.deepcopy(config)
     if hasattr(plain, "quantization_config"):
         del plain.quantization_config
@@ -232,9 +231,9 @@ def num_parameters_of(config) -> int:
 
 
 def repetition_penalty_of(config: Mapping[str, Any], source: str | Path) -> float:
-    """The penalty that a generation configuration asks for, 1 for none.
+    """The repetition penalty of a generation configuration, 1 for none.
 
-    Raises ModelError: it asks for what is not done; `source` is where it stands.
+    Raises ModelError: it sets an option that is not supported; the message says that `source` sets it.
     """
     for key, neutral in REFUSED.items():
         if config.get(key) not in (None, neutral):
@@ -250,12 +249,12 @@ def repetition_penalty_of(config: Mapping[str, Any], source: str | Path) -> floa
 
 
 def folder_rules(folder: Path) -> dict[str, Any]:
-    """Values of generation_config.json that are applied and differ from neutral ones and from those of config.json.
+    """The applied values of generation_config.json that differ from neutral ones and from those of config.json.
 
-    Raises ModelError: it is no JSON object, or as `repetition_penalty_of`.
+    Raises ModelError: it is no JSON object, or sets an option that is not supported.
     """
     file = folder / "generation_config.json"
-    if not file.is_file():  # config.json, where old models have it, is part of the identity as a whole
+    if not file.is_file():  # old models have these values in config.json, all of which is part of the identity
         return {}
     config = _read(file)
     penalty = repetition_penalty_of(config, file)
@@ -273,8 +272,8 @@ def end_ids_of(
 ) -> tuple[int, ...]:
     """The end tokens of a generation configuration, of the model's configuration and of the tokenizer, ascending.
 
-    Fine-tunes often name the token that ends their turns in one of the three files alone. Of the model's configuration
-    only control tokens are taken: where config.json names none, its class fills in a default for another vocabulary.
+    Fine-tunes often name the token that ends their turns in only one of the three files. From the model's configuration
+    only control tokens are taken: if config.json names none, its class fills in a default for another vocabulary.
     """
     end_ids = {*_ids(generation)}
     if tokenizer is not None:
@@ -286,8 +285,8 @@ def end_ids_of(
 def served_identity(folder: Path, decoding: DecodingSettings) -> str:
     """The identity of a server's model; `folder` has its tokenizer and may have its weights.
 
-    With weights in the folder it is theirs, so that texts that another engine wrote with the same model stay. Without
-    them it is the server's name for the model, and a short hash of what the folder says of it, if it is the model's.
+    If the folder has weights, it is `model_identity`, so that texts of another engine with the same model stay valid.
+    Otherwise it is the server's name for the model, and a short hash of the folder's facts if it is the model's folder.
     """
     assert decoding.endpoint is not None
     name, facts = decoding.endpoint.model, []
@@ -300,19 +299,19 @@ def served_identity(folder: Path, decoding: DecodingSettings) -> str:
 
 
 def served_end_ids(folder: Path, tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
-    """The end tokens that the files of a server's model name, ascending, as the other engines find them."""
+    """The end tokens that the files of a server's model name, ascending, found as for the other engines."""
     config_end = _config_or_none(folder).get("eos_token_id")
     return end_ids_of(folder_rules(folder).get("eos_token_id") or config_end, config_end, tokenizer)
 
 
 def with_rows(folder: Path, token_ids: Iterable[int]) -> list[int]:
-    """The tokens, ascending, for which the model has rows by its config.json: no server takes others."""
+    """The tokens for which the model has rows by its config.json, ascending: servers take no others."""
     most = num_rows(folder)
     return sorted(i for i in set(token_ids) if most is None or i < most)
 
 
 def num_rows(folder: Path) -> int | None:
-    """Tokens for which the model has rows by its config.json; None where that does not say it."""
+    """The number of tokens for which the model has rows by its config.json; None if that does not say it."""
     return _config_or_none(folder).get("vocab_size")
 
 

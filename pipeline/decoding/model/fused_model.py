@@ -1,10 +1,10 @@
-"""A plain model on a CPU in few calls a layer, in float32 or bfloat16.
+"""A plain model on a CPU in few calls per layer, in float32 or bfloat16.
 
-A decoder layer of transformers is some forty small operations of torch, which for a few tokens take longer than its
-matrices' products. Where a model is of a known kind, here are the same products over the same weights (`cpu_linear`)
-with compiled loops between them: normalisation; rotation, and writing to the KV cache; attention; the gate. Tokens are
-divided among threads. It computes what transformers does, but for rounding: in bfloat16 each loop computes in float32
-and rounds its result once. `checks` compares both before the engine believes it.
+A decoder layer of transformers is some forty small operations of torch, which for few tokens take longer than its
+matrix products. For a model of a known kind, this module computes the same products over the same weights
+(`cpu_linear`), with compiled loops between them: normalisation; rotation, and writing to the KV cache; attention; the
+gate. Tokens are divided among threads. The results are those of transformers, except for rounding: in bfloat16 each
+loop computes in float32 and rounds its result once. `checks` compares both before the engine uses this model.
 """
 
 from pathlib import Path
@@ -45,7 +45,7 @@ class _Norm:
             self.epsilon = np.float32(module.eps if is_gemma else module.variance_epsilon)
 
     def __call__(self, hidden: np.ndarray) -> np.ndarray:
-        """The normalised stream, of hidden (num_tokens, hidden_size)."""
+        """The normalised form of `hidden` (num_tokens, hidden_size)."""
         result = np.empty_like(hidden)
         _normalise(hidden, self.weight, self.epsilon, result, _num_parts(hidden))
         return result
@@ -57,7 +57,7 @@ class _Layer(LayerParts[_Norm]):
         attention, mlp = layer.self_attn, layer.mlp
         self.num_heads, self.num_kv_heads = (size // self.head_dim for size in attention.q_proj.out_features[:2])
         linear = attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj
-        # Asking a module for its attribute takes as long as a small loop.
+        # Reading a module's attribute takes as long as a small loop.
         self.qkv, self.attention_output, self.gate_up, self.mlp_output = (layer.matrix for layer in linear)
 
 
@@ -74,7 +74,7 @@ class FusedModel:
 
     @classmethod
     def of(cls, model: Any) -> "FusedModel | None":
-        """A model with the weights of another; None where that is of no known kind or not laid out for a CPU."""
+        """The fused form of a model, with its weights; None if it is of no known kind or not laid out for a CPU."""
         return cls(model) if is_known(model, ("JoinedLinear", "PartOfLinear")) else None
 
     def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -95,7 +95,7 @@ class FusedModel:
         return as_tensor(self._norm(hidden))
 
     def _attended(self, layer: _Layer, qkv: np.ndarray, batch: Batch, plan: StepPlan) -> np.ndarray:
-        """Attention's result, (num_tokens, num_heads * head_dim), of (num_tokens, heads of all three * head_dim)."""
+        """The result of attention, (num_tokens, num_heads * head_dim), for `qkv` (num_tokens, all heads * head_dim)."""
         memory = layer.memory(plan, layer.num_kv_heads, self._embedding.weight)
         query = np.empty((len(batch), layer.num_heads, layer.head_dim), qkv.dtype)
         cos, sin = self._rotary.tables[layer.rotary_type]
@@ -108,7 +108,7 @@ class FusedModel:
 
 
 def _plus(hidden: np.ndarray, inputs: np.ndarray, matrix: PackedMatrix, norm: _Norm, normalises: bool) -> np.ndarray:
-    """The residual stream (num_tokens, hidden_size) plus a layer's result, which is normalised first if it says so."""
+    """The residual stream (num_tokens, hidden_size) plus a layer's result, normalised first if `normalises`."""
     if not normalises:
         return matrix.product(inputs, hidden)
     _add_normalised(matrix.product(inputs), norm.weight, norm.epsilon, hidden, _num_parts(hidden))
@@ -116,7 +116,7 @@ def _plus(hidden: np.ndarray, inputs: np.ndarray, matrix: PackedMatrix, norm: _N
 
 
 def _num_parts(tokens: np.ndarray) -> int:
-    """Into how many parts a loop divides tokens, each for a thread."""
+    """The number of parts into which a loop divides tokens, one for each thread."""
     return max(1, min(len(tokens) // MIN_TOKENS_PER_THREAD, torch.get_num_threads(), num_threads()))
 
 
@@ -151,7 +151,7 @@ def _root_mean_square(values, epsilon):
 
 @cached(**_COMPILED)
 def _rotate(qkv, positions, cos, sin, slots, query_weight, key_weight, epsilon, query, keys, values, num_parts):
-    """Each token's queries, to (num_tokens, num_heads, dim), its keys and values, to its slot of (heads, any, dim)."""
+    """Rotate queries into (num_tokens, num_heads, dim), and keys into slots (heads, any, dim); copy values there."""
     num_tokens, num_heads, dim = query.shape
     num_kv_heads = len(keys)
     for part in prange(num_parts):
@@ -170,7 +170,7 @@ def _rotate(qkv, positions, cos, sin, slots, query_weight, key_weight, epsilon, 
 
 @njit(**_OPTIONS)
 def _rotate_head(head, weight, epsilon, cos, sin, vector, rotated):
-    """Set `rotated` to a head's rotated values, which are normalised before if there is a weight."""
+    """Set `rotated` to a head's rotated values, which are normalised first if there is a weight."""
     half = len(head) // 2
     for d in range(len(head)):
         vector[d] = widened(head[d])
@@ -185,7 +185,7 @@ def _rotate_head(head, weight, epsilon, cos, sin, vector, rotated):
 
 @cached(**_COMPILED)
 def _gate(gate_up, is_gelu, result, num_parts):
-    """activation(gate) * up of (num_tokens, 2 * n), n numbers of the gate first: SiLU, or the tanh form of GELU."""
+    """activation(gate) * up for (num_tokens, 2 * n), the gate's n numbers first: SiLU, or the tanh form of GELU."""
     for part in prange(num_parts):
         for i in range(len(result) * part // num_parts, len(result) * (part + 1) // num_parts):
             _gate_token(gate_up[i], is_gelu, result[i])

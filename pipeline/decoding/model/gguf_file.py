@@ -1,7 +1,7 @@
-"""From a GGUF file, as llama.cpp and its like read it, to a model folder: safetensors, configuration and tokenizer.
+"""Converts a GGUF file, the format of llama.cpp, to a model folder: safetensors, configuration and tokenizer.
 
-transformers reads it and unpacks quantised weights; the library `gguf` (the extra `gguf`) says what is in the file.
-What either cannot read is refused by its name in the file.
+transformers reads the file and unpacks quantised weights; the library `gguf` (the extra `gguf`) lists its contents.
+Contents that either cannot read are refused, by their name in the file.
 """
 
 import json
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 
 MAGIC = b"GGUF"
 PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16}  # weights of all others become bfloat16
-# Values of `tokenizer.ggml.pre` that split a text as GPT-2 does, and those that part digits before. transformers knows
-# some others; of all of which it knows nothing it splits as GPT-2 does, and a model reads other tokens than it learned.
+# Values of `tokenizer.ggml.pre` that split a text as GPT-2 does, and values that split off digits first. transformers
+# knows some others; for unknown ones it splits as GPT-2 does, and the model would read other tokens than it learned.
 SPLIT_AS_GPT2 = (None, "default", "gpt-2", "gpt2", "mpt", "olmo", "phi-2", "jais", "trillion", "granite-docling")
 SPLIT_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 
 
 @dataclass(frozen=True)
 class GgufFacts:
-    """What a file says of itself."""
+    """The facts that a GGUF file states about its model."""
 
     architecture: str
-    types: Counter[str]  # tensors by the name of their type
+    types: Counter[str]  # number of tensors by the name of their type
     num_values: int
-    num_tokens: int  # of the vocabulary
-    split: str | None  # how a text is parted before it becomes tokens
+    num_tokens: int  # size of the vocabulary
+    split: str | None  # the rule by which a text is split before it becomes tokens
     chat_template: str | None
 
     @property
@@ -53,9 +53,9 @@ class GgufFacts:
 
 
 def import_gguf(path: Path, out: Path) -> GgufFacts:
-    """Write the model of a GGUF file into a folder, which may be there.
+    """Write the model of a GGUF file into a folder, which may exist.
 
-    Raises ModelError: it is no such file, or names something that cannot be read.
+    Raises ModelError: it is no GGUF file, or has contents that cannot be read.
     """
     facts = read_facts(path)
     require_memory(path, 2 * facts.num_values * facts.dtype.itemsize, 0, host_memory())
@@ -79,7 +79,7 @@ def import_gguf(path: Path, out: Path) -> GgufFacts:
 
 
 def read_facts(path: Path) -> GgufFacts:
-    """What a GGUF file says of itself. Raises ModelError: it is none, or not the whole model."""
+    """Read the facts of a GGUF file. Raises ModelError: it is no GGUF file, or not the whole model."""
     if not path.is_file():
         raise ModelError(f"there is no file {path}; give the path of a GGUF file")
     with path.open("rb") as file:
@@ -120,7 +120,7 @@ def _value(reader: "GGUFReader", name: str) -> Any:
 
 
 def _tokenizer(path: Path, facts: GgufFacts) -> PreTrainedTokenizerFast:
-    """The tokenizer of a file, which has each of its tokens and splits texts as it says."""
+    """The tokenizer of a file, which has each of the file's tokens and splits texts by the file's rule."""
     try:
         tokenizer = cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name))
     except Exception as error:  # transformers may raise anything
@@ -128,7 +128,7 @@ def _tokenizer(path: Path, facts: GgufFacts) -> PreTrainedTokenizerFast:
             f"the tokenizer of {path} (general.architecture {facts.architecture!r}) cannot be read: {first_line(error)}"
         ) from error
     splitter = tokenizer.backend_tokenizer.pre_tokenizer
-    if isinstance(splitter, pre_tokenizers.ByteLevel):  # what transformers takes where it knows no other
+    if isinstance(splitter, pre_tokenizers.ByteLevel):  # transformers' default where it does not know the rule
         if facts.split in SPLIT_DIGITS:
             digits = pre_tokenizers.Digits(individual_digits=True)
             splitter = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
@@ -143,7 +143,7 @@ def _tokenizer(path: Path, facts: GgufFacts) -> PreTrainedTokenizerFast:
 
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerFast, facts: GgufFacts, path: Path, out: Path) -> None:
-    """Save a tokenizer without tokens that its class adds to those of the file, such as an unknown one."""
+    """Save a tokenizer without the tokens that its class adds to the file's tokens, such as one for unknown words."""
     tokenizer.save_pretrained(out)
     file = out / "tokenizer.json"
     data = json.loads(file.read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
-"""The models that our own layers compute, on a CPU (`fused_model`) or on CUDA (`cuda_layers`): Llama's and its like.
+"""The models that our own layers compute, on a CPU (`fused_model`) or on CUDA (`cuda_layers`): Llama and similar ones.
 
-A model is known by the classes of all its modules, so that another version of one, or a module that somebody watches,
-leaves the model to transformers' layers. How its layers differ from Llama's is said here once for both.
+A model is known by the classes of all its modules: if one has another class or a hook, transformers' layers compute the
+model. The differences between its layers and Llama's are stated here once for both.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ KNOWN_KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3")
 KNOWN_PARTS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
 COMMON_PARTS = ("Embedding", "ModuleList", "SiLU", "SiLUActivation", "GELUTanh", "Gemma3TextModel",
                 "Gemma3TextScaledWordEmbedding")  # fmt: skip
-FIRST_POSITIONS = 4096  # that the rotary tables cover at first
+FIRST_POSITIONS = 4096  # number of positions that the rotary tables cover at first
 
 Norm = TypeVar("Norm")
 
@@ -25,7 +25,7 @@ Norm = TypeVar("Norm")
 def is_known(model: Any, linear_layers: tuple[str, ...]) -> bool:
     """Whether all modules of a causal language model are the parts of a known kind, and none has a hook.
 
-    `linear_layers` : the classes of its linear layers. A model that bounds its scores is of no known kind.
+    `linear_layers` : the classes of its linear layers. A model that softcaps its attention scores is of no known kind.
     """
     kind = type(model).__name__.removesuffix("ForCausalLM")
     parts = {*COMMON_PARTS, *linear_layers, *(f"{kind}{part}" for part in KNOWN_PARTS)}
@@ -42,7 +42,7 @@ def is_known(model: Any, linear_layers: tuple[str, ...]) -> bool:
 class LayerParts(Generic[Norm]):
     """Sizes and norms of a decoder layer.
 
-    `make_norm` is given a module, or None where the layer has no such norm.
+    `make_norm` gets a module, or None if the layer has no such norm.
     """
 
     def __init__(self, layer: Any, make_norm: Callable[[nn.Module | None], Norm]) -> None:
@@ -63,7 +63,7 @@ class LayerParts(Generic[Norm]):
         return getattr(self._window_owner, "sliding_window", None)
 
     def memory(self, plan: StepPlan, num_kv_heads: int, like: torch.Tensor) -> LayerMemory:
-        """The layer's keys and values in the cache of a step; made, in the type of `like`, by the first one."""
+        """The layer's keys and values in a step's cache; the first step allocates them in the type of `like`."""
         memory = plan.cache.layers.get(self.number)
         if memory is None:
             nothing = like.new_empty(num_kv_heads, 0, self.head_dim)
@@ -71,7 +71,7 @@ class LayerParts(Generic[Norm]):
         return memory
 
     def attend(self, plan: StepPlan, query: torch.Tensor, memory: LayerMemory) -> torch.Tensor:
-        """Attention of a step, (num_tokens, num_heads * head_dim), of queries (num_tokens, num_heads, head_dim)."""
+        """Attention of a step, (num_tokens, num_heads * head_dim), for queries (num_tokens, num_heads, head_dim)."""
         plan.layers_seen.append(self.number)
         attended = plan.attention(query, memory.keys, memory.values, self.scale, self.window, None, None)
         return attended.view(len(query), -1)
@@ -80,7 +80,7 @@ class LayerParts(Generic[Norm]):
 class RotaryTables:
     """Cosines and sines, (num_positions, head_dim / 2), by the rotary type of layers; they grow with the texts.
 
-    `like` says in which type and on which device they are.
+    `like` is a tensor that has their type and device.
     """
 
     def __init__(self, rotary: Any, layers: list[Any], like: torch.Tensor) -> None:
@@ -96,6 +96,6 @@ class RotaryTables:
         positions = torch.arange(self._num_positions, device=self._like.device)[None]
         for rotary_type in self._types:
             arguments = () if rotary_type is None else (rotary_type,)
-            tables = self._rotary(self._like, positions, *arguments)  # both halves of each are alike
+            tables = self._rotary(self._like, positions, *arguments)  # both halves of each are equal
             cos, sin = (table[0, :, : table.shape[2] // 2].contiguous() for table in tables)
             self.tables[rotary_type] = cos, sin

@@ -1,4 +1,4 @@
-"""Triton kernels of what a decoder layer computes between its matrix products; `cuda_layers` launches them.
+"""Triton kernels for the operations between a decoder layer's matrix products; `cuda_layers` launches them.
 
 Each reads and writes its operands once. Sums are taken in float32, and results are rounded where transformers' layers
 round them. Tested through Triton's interpreter on a CPU, and on an NVIDIA H200 (`docs/gpu.md`).
@@ -111,7 +111,7 @@ def rotate_and_store(
 
 @jit
 def _rounded(values, dtype: tl.constexpr):
-    """Float32 values as transformers' rotation rounds its products."""
+    """Float32 values, rounded as transformers' rotation rounds its products."""
     return values.to(dtype).to(tl.float32)
 
 
@@ -125,7 +125,7 @@ def _head_weight(query_weight_ptr, key_weight_ptr, is_query, channel, exists):
 
 @jit
 def gate(
-    gate_up_ptr,  # (num_tokens, 2 * SIZE): of each token the gate, then what it gates
+    gate_up_ptr,  # (num_tokens, 2 * SIZE): each token's gate, then the values that it gates
     out_ptr,  # (num_tokens, SIZE)
     SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_GELU: tl.constexpr,
 ):  # fmt: skip

@@ -1,7 +1,7 @@
-"""From a model folder to a model that the engine can run, or a clear reason why not.
+"""Loads a model folder as a model that the engine can run, or raises an error with the reason why not.
 
-Weights are safetensors, files are local, no code of the folder is run. A model is refused before it is loaded when it
-does not fit the memory (`device_memory`), and after it when its attention cannot be packed (`checks`).
+Weights are safetensors, files are local, and no code of the folder is run. A model is refused before loading if it does
+not fit the memory (`device_memory`), and after loading if its attention cannot be packed (`checks`).
 """
 
 import logging
@@ -49,10 +49,10 @@ logger = logging.getLogger(__name__)
 class LoadedModel:
     """A model that is ready to run.
 
-    `end_ids`: every token that ends a text; `max_context`: positions the model has; `bytes_per_token`: of its KV cache.
-    `num_parameters` are those of the plain model; `quantization` names the method by which weights are stored in fewer
-    bits, None where they are not. `repetition_penalty`: of its generation configuration, 1 for none. `dtype_reason`
-    says why the model computes in its type.
+    `end_ids`: the tokens that end a text; `max_context`: the model's number of positions; `bytes_per_token`: bytes of a
+    token in its KV cache; `num_parameters`: parameters of the plain model; `quantization`: the method by which weights
+    are stored in fewer bits, or None; `repetition_penalty`: that of its generation configuration, 1 for none;
+    `dtype_reason`: why the model computes in its type.
     """
 
     model: PreTrainedModel
@@ -74,7 +74,7 @@ def load_model(
 ) -> LoadedModel:
     """Load a folder's model ("sample": the bundled one) and tokenizer and check that the engine can run it.
 
-    `dtype` and `adapter` as `decoding` has them, `device` "auto" (CUDA where there is one) or a torch device.
+    `dtype` and `adapter` are as in `decoding`, `device` is "auto" (CUDA if there is one) or a torch device.
 
     Raises ModelError: folder, weights or tokenizer are missing or unreadable, they do not fit the memory, the adapter
     is not the model's, or the model cannot be packed.
@@ -162,14 +162,14 @@ def prepare_model(model, tokenizer=None, model_id: str = "unnamed") -> LoadedMod
 def require_room(
     path: Path, weights: list[Path], config, dtype: torch.dtype | Literal["auto"], target: torch.device
 ) -> None:
-    """Refuse a model that does not fit the device, or main memory where it goes through that as a whole.
+    """Refuse a model whose weights and smallest KV cache do not fit the device's memory.
 
-    Raises ModelError: naming what is needed and what there is.
+    Raises ModelError: the message names what is needed and what is free.
     """
     quantization, num_values = quantization_of(config), num_stored_values(weights)
     model_dtype = config.get_text_config().dtype or config.dtype or torch.float32
     loaded_dtype = model_dtype if dtype == "auto" else dtype
-    # Their libraries unpack these when they first run: they save disk, not memory.
+    # Libraries unpack these weights when the model first runs: they save disk space, not memory.
     is_unpacked = quantization == "compressed-tensors" or (quantization == "fp8" and target.type == "cpu")
     num_bytes = sum(file.stat().st_size for file in weights)
     if is_unpacked:
@@ -181,7 +181,7 @@ def require_room(
 
 
 def end_tokens(generation, config, tokenizer, vocab_size: int) -> tuple[int, ...]:
-    """Every end token that the generation configuration, the model's or the tokenizer names and that can be written."""
+    """All end tokens in the vocabulary that the generation configuration, the model's or the tokenizer names."""
     generation_ids, config_ids = (getattr(source, "eos_token_id", None) for source in (generation, config))
     ids = end_ids_of(generation_ids, config_ids, tokenizer)
     outside = [i for i in ids if not 0 <= i < vocab_size]

@@ -1,8 +1,8 @@
-"""From a forward's hidden states to logits, of those tokens only whose logits are looked at, a few at a time.
+"""Computes logits from a forward's hidden states, only for the tokens whose logits are needed, a few at a time.
 
 A causal language model is a body, which gives hidden states, and a head: an output layer and what some models do with
-its result. The head here is the model's own forward, over a body that returns what it is given; so no model's scaling
-or capping of logits is written again. A model that cannot be taken apart so is refused as it is loaded (`checks`).
+its result. The head here is the model's own forward, over a body that returns its input, so that no model's scaling or
+capping of logits is written again. A model that cannot be split this way is refused when it is loaded (`checks`).
 """
 
 import copy
@@ -52,15 +52,15 @@ class StepLogits(Protocol):
     def num_rows(self) -> int: ...
 
     def of(self, rows: np.ndarray) -> torch.Tensor:
-        """Of some rows, int64[n]: (n, vocab_size)."""
+        """Logits of some rows, int64[n]: (n, vocab_size)."""
         ...
 
 
 @dataclass(frozen=True)
 class HiddenRows:
-    """Rows whose logits are computed when they are asked for.
+    """Rows whose logits are computed on demand.
 
-    `hidden` (num_tokens, hidden_size) of a whole step, of which the tokens `keep` int64[num_rows] are the rows.
+    `hidden` (num_tokens, hidden_size) belongs to the whole step; the rows are its tokens `keep` int64[num_rows].
     """
 
     head: OutputHead
@@ -85,34 +85,34 @@ class HiddenRows:
 
 
 class _States(BaseModelOutputWithPast):
-    """A body's result; what bodies of other models' results have beside hidden states is None."""
+    """A body's result; all other fields that the results of some bodies have are None."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 class _GivenStates(nn.Module):
-    """Stands where a body was: its hidden states are its inputs."""
+    """Replaces a body: its hidden states are its inputs."""
 
     def forward(self, *_, inputs_embeds: torch.Tensor, **__) -> _States:
         return _States(last_hidden_state=inputs_embeds)
 
 
 class ContextIds:
-    """Token ids of live sequences' contexts on a device, by row of the KV cache: a step sends those alone that are new.
+    """Token ids of live sequences' contexts on a device, by row of the KV cache: a step sends only new ones.
 
-    Behind its end a context repeats its first token.
+    After its end a context repeats its first token.
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self._device = device
         self._ids = torch.zeros((num_rows, 0), dtype=torch.int64, device=device)
-        self._lengths = np.zeros(num_rows, np.int64)  # tokens of each row that are there
-        self._owners: list[DecodingSequence | None] = [None] * num_rows  # of each row
+        self._lengths = np.zeros(num_rows, np.int64)  # number of each row's tokens on the device
+        self._owners: list[DecodingSequence | None] = [None] * num_rows  # each row's
 
     @torch.inference_mode()
     def of(self, sequences: Sequence[DecodingSequence]) -> torch.Tensor:
-        """Their contexts, prompt and committed tokens: int64 (num_sequences, longest context)."""
+        """The sequences' contexts, prompt and committed tokens: int64 (num_sequences, longest context)."""
         rows = np.array([sequence.row for sequence in sequences])
         lengths = np.array([len(sequence.context) for sequence in sequences])
         is_begun = np.array([self._owners[sequence.row] is not sequence for sequence in sequences])
@@ -141,16 +141,16 @@ class ContextIds:
 
 
 class PenalisedLogits:
-    """Rows of a step: logits of what a row's path has already are divided by a penalty, negative ones multiplied.
+    """The rows of a step, where logits of tokens on a row's path are divided by a penalty, or multiplied if negative.
 
-    A path is the context, the ancestors and the node itself. There is a row of each sequence after its last committed
-    token, then one after each node of its tree. `context_ids` : as `ContextIds` gives them.
+    A path is the context, the ancestors and the node itself. Each sequence has a row after its last committed token,
+    then one after each node of its tree. `context_ids` : the contexts from `ContextIds.of`.
     """
 
     def __init__(self, penalty: float, rows: StepLogits, context_ids: torch.Tensor, trees: TreeBatch) -> None:
         self._penalty, self._rows, self._context_ids = penalty, rows, context_ids
         self.device, self.num_rows = rows.device, rows.num_rows
-        self._context_of = np.repeat(np.arange(len(context_ids)), trees.sizes + 1)  # of each row
+        self._context_of = np.repeat(np.arange(len(context_ids)), trees.sizes + 1)  # each row's context
         self._path_ids = np.full((self.num_rows, trees.sizes.max()), -1)  # -1: none
         if len(trees):
             number = np.arange(trees.sizes.max())
@@ -161,7 +161,7 @@ class PenalisedLogits:
 
     @torch.inference_mode()
     def of(self, rows: np.ndarray) -> torch.Tensor:
-        """Logits of some rows, int64[n]: float32 (n, vocab_size), as `generate` has them."""
+        """Logits of some rows, int64[n]: float32 (n, vocab_size), as in transformers' `generate`."""
         logits = self._rows.of(rows).to(torch.float32, copy=True)
         context_ids = self._context_ids.index_select(0, to_device(self._context_of[rows], self.device))
         path_ids = to_device(self._path_ids[rows], self.device)

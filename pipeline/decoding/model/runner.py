@@ -1,7 +1,7 @@
 """One forward of a model over a batch: the new tokens of several sequences, packed raggedly into one row.
 
 A sequence feeds a chain (its committed tokens that are not cached yet, at least the last) and a draft tree below it.
-Logits can be had of the chain's last token and of every node of the tree, and of nothing else.
+Only the chain's last token and the nodes of the tree have logits.
 """
 
 import logging
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 class StepOutput:
     """Result of one forward.
 
-    `rows` gives logits of the batch's wanted tokens, until the next forward. Of feed i, rows `batch.logit_starts[i]`
-    (after the chain) and those of its tree's nodes behind it are its own.
+    `rows` gives the logits of the batch's `logit_indices`, until the next forward. Row `batch.logit_starts[i]` follows
+    the chain of feed i; the rows of its tree's nodes come next.
     """
 
     rows: HiddenRows
@@ -35,15 +35,15 @@ class StepOutput:
 
     @property
     def logits(self) -> torch.Tensor:
-        """All of them, computed anew each time: (num_kept, vocab_size) on the device."""
+        """The logits of all rows, computed anew each time: (num_rows, vocab_size) on the device."""
         return self.rows.of(np.arange(self.rows.num_rows))
 
 
 class ModelRunner:
     """Runs batches through a transformers model whose attention is ours, over one KV cache.
 
-    `model` : that, or something that has the calls of an `OutputHead`. `attention` : as `decoding.attention`. Raises
-    ModelError: "triton" cannot be had.
+    `model` : the model, or an object with the methods of an `OutputHead`. `attention` : as in `decoding.attention`.
+    Raises ModelError: "triton" is not available.
     """
 
     def __init__(self, model, cache: KVCache, device: torch.device, attention: str = "torch") -> None:
@@ -51,17 +51,17 @@ class ModelRunner:
         self.cache = cache
         self.device = device
         self.last_plan: StepPlan | None = None  # of the newest forward without a kernel, for checks
-        self.fused = getattr(model, "fused", None)  # takes the forwards without a kernel, where there is one
+        self.fused = getattr(model, "fused", None)  # runs the forwards without a kernel, unless None
         self.head = model if hasattr(model, "hidden_of") else OutputHead(model)
         self._attention = attention
-        make_kernel = kernel_for(attention, device)  # takes the forwards, where there is one
+        make_kernel = kernel_for(attention, device)  # None: there is no kernel
         layers = getattr(model, "cuda_layers", None)
         self.buffered = None if make_kernel is None else BufferedForward(self.head, cache, device, make_kernel, layers)
 
     def forward(self, feeds: list[Feed], trees: TreeBatch | None = None) -> StepOutput:
         """Run the model over all feeds at once. Nothing is committed: the caller commits the slots it keeps.
 
-        `trees`: one of each feed; None: they have none.
+        `trees`: one for each feed; None: there are no drafts.
         """
         batch = Batch(feeds, TreeBatch.empty(len(feeds)) if trees is None else trees, self.cache)
         metadata = attention_metadata(batch, self.cache)
@@ -78,7 +78,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _run(self, batch: Batch, metadata: AttentionMetadata[np.ndarray]) -> HiddenRows:
-        """The model without a kernel."""
+        """Run the model without a kernel."""
         input_ids, position_ids = self._on_device(batch.token_ids)[None], self._on_device(batch.positions)[None]
         attention = EagerAttention(metadata, self.device)
         plan = self.last_plan = StepPlan(self.cache, self._on_device(batch.slot_mapping), attention)

@@ -1,9 +1,9 @@
 """Sampling at a temperature as an argmax: each token's logit gets its own Gumbel noise, and the largest is the sample.
 
-The noise is a function of the text's own seed, of the position and of the token, whatever is drafted and whatever
-shares the batch. So greedy verification of what was drafted writes the very text that plain sampling writes, and a
-drafted token is accepted as often as any rule can: with the probability that the model gives it (Gumbel-max trick,
-Maddison et al. 2014; of drafts without probabilities of their own, multi-round rejection of SpecInfer has the same).
+The noise is a function of the text's seed, the position and the token, whatever is drafted and whatever shares the
+batch. So greedy verification of drafts writes exactly the text that plain sampling writes. A drafted token is accepted
+with the probability that the model gives it, as often as by any rule (Gumbel-max trick, Maddison et al. 2014; for
+drafts without probabilities, SpecInfer's multi-round rejection accepts as often).
 """
 
 from collections.abc import Sequence
@@ -15,18 +15,18 @@ from laserbatch.pipeline.decoding.device_memory import to_device
 from laserbatch.pipeline.decoding.model.output_head import StepLogits
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 
-MAX_NOISE_BYTES = 64 << 20  # of a temporary; the noise of 1,024 rows of 128,000 tokens at once takes five of 1 GB
+MAX_NOISE_BYTES = 64 << 20  # of a temporary; the noise of 1,024 rows of 128,000 tokens at once would take five of 1 GB
 _GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # of SplitMix64, as int64
 
 
 class SampledLogits:
-    """Rows of a step, each with noise of its own, so that its argmax is a sample of its softmax at a temperature.
+    """The rows of a step, each with its own noise, so that its argmax is a sample of its softmax at a temperature.
 
     Parameters
     ----------
-    seeds, lengths : of each sequence its seed, and the tokens of its context.
+    seeds, lengths : the seed of each sequence, and the number of tokens of its context.
 
-    There is a row of each sequence after its last committed token, then one after each node of its tree.
+    Each sequence has a row after its last committed token, then one after each node of its tree.
     """
 
     def __init__(
