@@ -183,7 +183,7 @@ def _fastest(step_cost: StepCost, batch_size: int, cells: Sequence[BudgetCell], 
 def _nearest(
     cells: Sequence[BudgetCell], max_draft_tokens: int | None, min_acceptance: float | None
 ) -> list[BudgetCell]:
-    """The cells nearest to the given numbers; None is near to all."""
+    """The cells nearest to the given numbers; a number that is None is ignored."""
     for name, value in (("max_draft_tokens", max_draft_tokens), ("min_acceptance", min_acceptance)):
         if value is not None and cells:
             nearest = min((abs(getattr(cell, name) - value), getattr(cell, name)) for cell in cells)[1]

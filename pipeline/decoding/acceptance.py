@@ -122,7 +122,7 @@ class _Judged:
         pending = np.flatnonzero(self._is_pending)
         if len(pending) <= at_once:
             return pending
-        is_first = np.diff(self._tree_of_row[pending], prepend=-1) != 0  # of its tree, whose rows are adjacent
+        is_first = np.diff(self._tree_of_row[pending], prepend=-1) != 0  # pending row of its tree
         every = np.arange(len(pending))
         number = every - np.maximum.accumulate(np.where(is_first, every, 0))
         return pending[number < max(1, at_once // is_first.sum())]

@@ -16,7 +16,7 @@ _NOTHING = np.empty(0, np.uint8)
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One text to write.
+    """A request for one text.
 
     Parameters
     ----------

@@ -166,7 +166,7 @@ class TreeBatch:
 def prune(
     trees: TreeBatch, *, max_nodes: int, max_depths: Sequence[int], min_log_acceptance: float, vocab_size: int
 ) -> TreeBatch:
-    """The part of drafts that keeps to some limits.
+    """The drafts without the nodes that exceed a limit.
 
     Nodes that are deeper than their tree's entry of `max_depths`, less likely than `min_log_acceptance` or outside the
     vocabulary are dropped with all nodes below them. Of the others each tree keeps the first `max_nodes` in its order.

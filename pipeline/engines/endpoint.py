@@ -35,7 +35,7 @@ from laserbatch.pipeline.storage.figures import ModelFigures
 from laserbatch.retrieval_pools.sources import SOURCE_TARGET
 
 PATHS = {"completions": "/completions", "chat": "/chat/completions"}
-JSON_GRAMMAR = "start: %json "  # how `knowledge.forms` begins a grammar that is a JSON schema
+JSON_GRAMMAR = "start: %json "  # beginning of a grammar of `knowledge.forms` that is a JSON schema
 TICK_S, SAVE_EVERY_S = 1.0, 1.0  # between a waiting worker's signs of life; between saves of the spending
 _T = TypeVar("_T")
 

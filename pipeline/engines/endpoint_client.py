@@ -28,7 +28,7 @@ for name in ("openai", "httpx", "httpx2"):  # they log a line per request
 VLLM, SGLANG = "vllm", "sglang"  # `owned_by` in `/v1/models`; both take stop tokens, and return tokens
 # Times that the server went away during a request, before it is sent without others, and before it fails.
 CRASHES_TOGETHER, MAX_CRASHES = 2, 4
-MAX_TRIES = 8  # of a request that fails by itself: the server answers it with an error, or answers others meanwhile
+MAX_TRIES = 8  # of a request that alone fails: the server answers it with an error, or answers others meanwhile
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 60.0  # before a request is sent again; doubled each time
 LIST_TIMEOUT_S = 30.0  # for the list of models, which servers send at once
 POLL_S = 2.0  # between checks whether a server that went away is back

@@ -1,6 +1,6 @@
 """The external corpora of an SGLang server: more texts for its n-gram algorithm to draft from.
 
-A corpus makes the server faster and changes no text. So all failures here are one kind of error, for a warning.
+A corpus makes the server faster and changes no text. So all failures here are one error, CorpusError, for a warning.
 """
 
 import asyncio

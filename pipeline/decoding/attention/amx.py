@@ -21,7 +21,7 @@ from laserbatch.pipeline.decoding.attention.tile_product import INT, Emitter
 from laserbatch.pipeline.processor import processor_flags
 from laserbatch.retrieval_pools.compiled import intrinsic
 
-ROWS, ROW_BYTES = 16, 64  # of a tile
+ROWS, ROW_BYTES = 16, 64  # rows of a tile, and bytes of a row
 STEP = ROW_BYTES // 2  # bfloat16 values per row, which are multiplied at once
 TILE = ROWS * STEP  # bfloat16 values per tile
 

@@ -24,7 +24,7 @@ class Blocks:
     num_stages: int = 5
 
 
-DEFAULT_BLOCKS = Blocks()  # the fastest of eleven on an H200 in all but plain steps of batch 64, there 3 % behind
+DEFAULT_BLOCKS = Blocks()  # the fastest of eleven on an H200, but 3 % slower than the best for plain steps of batch 64
 COMBINED_RESULTS = 32  # partial results (heads x parts) of one program of `combine`
 INTERPRETED = knobs.runtime.interpret  # the setting when the kernels were defined
 

@@ -76,7 +76,7 @@ def attend(
     position = tl.load(positions_ptr + token, mask=real, other=0)
     ancestors = tl.load(ancestors_ptr + token, mask=real, other=0)
     sequence_slots_ptr = slots_ptr + tl.load(cu_seqlens_k_ptr + sequence).to(tl.int64)
-    key_positions_ptr = positions_ptr + query_start - committed  # of new keys
+    key_positions_ptr = positions_ptr + query_start - committed  # positions of new keys
 
     highest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)

@@ -1,1 +1,1 @@
-"""From a model folder to forwards over batches."""
+"""Loading of model folders, and forwards over batches."""

@@ -41,11 +41,11 @@ TOKEN_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(128, 1024, 64), *ran
 MAX_PROMPT_BUCKET = 1024  # a larger step that is mostly prompts hides its launches behind its computation
 MIN_LOGIT_SHARE = 0.5  # a step is mostly prompts if logits are needed for a smaller share of its tokens
 MAX_BUCKETS = 96  # the last used buckets are kept, with their graphs and buffers
-MAX_BUFFER_BYTES = 512 << 20  # of their buffers together, on the host and likewise on the device
+MAX_BUFFER_BYTES = 512 << 20  # of all buckets' buffers together, on the host and likewise on the device
 MAX_OUT_OF_MEMORY = 3  # after this many captures that ran out of memory, none is tried
 RETRY_STEPS = 500  # eager steps after a capture that ran out of memory
 MAX_WARM_UP_CAPTURES = 24  # each takes some 33 to 66 ms for 8 B parameters on an H200
-ALIGNMENT = 16  # bytes; Triton compiles a kernel anew for pointers that are less aligned
+ALIGNMENT = 16  # bytes; Triton compiles a kernel again for pointers that are less aligned
 
 
 class StepBuffers:
@@ -168,7 +168,7 @@ class BufferedForward:
         self._device = device
         self._make_kernel = make_kernel
         self._layers = layers
-        self.last_plan: StepPlan | None = None  # of the newest forward that was not a replay, for checks
+        self.last_plan: StepPlan | None = None  # plan of the newest forward that was not a replay, for checks
         self._captures = device.type == "cuda"
         self._num_out_of_memory = 0  # captures that ran out of memory
         self._num_pausing = 0  # eager steps before the next capture

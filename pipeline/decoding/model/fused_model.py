@@ -40,7 +40,7 @@ class _Norm:
     def __init__(self, module: Any) -> None:
         self.weight, self.epsilon = np.empty(0, np.float32), np.float32(0)
         if module is not None:
-            is_gemma = type(module).__name__.startswith("Gemma")  # which multiplies by 1 + weight
+            is_gemma = type(module).__name__.startswith("Gemma")  # Gemma multiplies by 1 + weight
             self.weight = module.weight.detach().float().add(1 if is_gemma else 0).numpy()
             self.epsilon = np.float32(module.eps if is_gemma else module.variance_epsilon)
 
@@ -68,7 +68,7 @@ class FusedModel:
         body = model.model
         self._embedding = body.embed_tokens
         self._layers = [_Layer(layer) for layer in body.layers]
-        self._rotary = RotaryTables(body.rotary_emb, self._layers, torch.empty(0))  # in float32 whatever the weights
+        self._rotary = RotaryTables(body.rotary_emb, self._layers, torch.empty(0))  # float32 for all weights
         self._norm, self._output_layer = _Norm(body.norm), model.lm_head
         self._is_gelu = type(body.layers[0].mlp.act_fn).__name__ == "GELUTanh"
 

@@ -50,7 +50,7 @@ class ModelRunner:
         self.model = model
         self.cache = cache
         self.device = device
-        self.last_plan: StepPlan | None = None  # of the newest forward without a kernel, for checks
+        self.last_plan: StepPlan | None = None  # plan of the newest forward without a kernel, for checks
         self.fused = getattr(model, "fused", None)  # runs the forwards without a kernel, unless None
         self.head = model if hasattr(model, "hidden_of") else OutputHead(model)
         self._attention = attention

@@ -15,7 +15,7 @@ from laserbatch.pipeline.decoding.device_memory import to_device
 from laserbatch.pipeline.decoding.model.output_head import StepLogits
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 
-MAX_NOISE_BYTES = 64 << 20  # of a temporary; the noise of 1,024 rows of 128,000 tokens at once would take five of 1 GB
+MAX_NOISE_BYTES = 64 << 20  # of a temporary array; for 1,024 rows of 128,000 tokens at once there would be five of 1 GB
 _GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # of SplitMix64, as int64
 
 
