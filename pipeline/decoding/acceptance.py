@@ -223,7 +223,7 @@ def select_paths(
 
 @dataclass(frozen=True)
 class RowVerdicts:
-    """Verdicts on the host: the argmax of each row int64[n] and whether it is finite bool[n]; the rule's on nodes."""
+    """Verdicts on the host: each row's argmax int64[n] and whether its logit is finite bool[n]; each node's verdict."""
 
     choices: np.ndarray
     is_finite: np.ndarray

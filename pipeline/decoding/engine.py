@@ -1,4 +1,4 @@
-"""The engine writes the texts of a stream of requests by speculative decoding, many at once as memory allows.
+"""The engine writes the texts of a stream of requests by speculative decoding, as many at once as memory allows.
 
 One step has four parts, each for all live sequences: `_schedule` (with drafts), `_execute` (the forward), `_verify`,
 `_update`. On CUDA `submit_step` only queues the forward; `finish_step` waits for the device once, for the verdicts.

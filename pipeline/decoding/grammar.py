@@ -129,7 +129,7 @@ class Guide:
         return len(token_ids)
 
     def write_mask(self, path: list[int], mask: np.ndarray) -> None:
-        """Write the tokens that may follow a drafted path: uint32[ceil(vocab_size / 32)], bit i of word w: 32 w + i.
+        """Write the tokens allowed after a drafted path: uint32[ceil(vocab_size / 32)], bit i of word w is 32 w + i.
 
         Nothing may follow a path that is not allowed itself.
         """

@@ -1,9 +1,9 @@
 """Chooses the draft nodes that each step verifies, under greedy verification, for the most tokens per second.
 
 Texts then do not depend on the drafts, so the choice may depend on the number of live sequences: a lone sequence gets a
-large tree, one of many a small tree. All nodes of a step are ranked together by estimated acceptance. The number that
-gives the most tokens per second, by the measured cost of steps, is admitted. The accuracy of the estimates is learned
-from the stream itself, for each source.
+large tree, one of many a small tree. All nodes of a step are ranked together by estimated acceptance. As many are
+admitted as give the most tokens per second by the measured cost of steps. The accuracy of the estimates is learned from
+the stream itself, for each source.
 """
 
 from collections.abc import Sequence

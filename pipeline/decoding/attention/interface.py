@@ -134,7 +134,7 @@ class KernelError(RuntimeError):
 class CheckedKernel:
     """A step's attention by a kernel, which is compared with torch's once for each kind of layer (`checked`).
 
-    `metadata` is on the kernel's device and may be padded; `eager` is the same step's without padding.
+    `metadata` is on the kernel's device and may be padded; `eager` is the attention of the same step without padding.
     """
 
     kernel: Callable[..., torch.Tensor]

@@ -308,7 +308,7 @@ def _turned(emit: Emitter, first_place: ir.Value, d: ir.Value) -> list[Any]:
     """LANES vectors: vector j has word j, counted from `d`, of each of LANES rows."""
     builder = emit.builder
     half = LANES // 2
-    halves: tuple[list[ir.Value], list[ir.Value]] = ([], [])  # of each row's words
+    halves: tuple[list[ir.Value], list[ir.Value]] = ([], [])  # of the words of each row
     for i in range(LANES):
         place = emit.load(emit.pointer(1, emit.plus(first_place, i)))
         start = builder.bitcast(emit.pointer(0, place, d), _SHORT.as_pointer())

@@ -49,7 +49,7 @@ ALIGNMENT = 16  # bytes; Triton compiles a kernel again for pointers that are le
 
 
 class StepBuffers:
-    """The inputs of a step of at most `num_tokens`, `num_sequences` and `num_slots`, in one buffer that is copied once.
+    """The inputs of a step of at most `num_tokens`, `num_sequences` and `num_slots`, in one buffer for a single copy.
 
     The rest of each array is padding, which reads token 0, attends to nothing and stores its keys in the scratch slot.
     `token_ids`, `positions`, `slot_mapping` int64[num_tokens] and `metadata` view one tensor; `eager` is the batch's
@@ -100,7 +100,7 @@ class StepBuffers:
         )
 
     def fill(self, batch: Batch | SimpleNamespace, metadata: AttentionMetadata[np.ndarray], scratch_slot: int) -> None:
-        """Write a batch's numbers and padding, and send them to the device; nothing reads from `scratch_slot`."""
+        """Write a batch's numbers and padding, and send them to the device; no sequence reads `scratch_slot`."""
         self.wait()
         self._put("token_ids", batch.token_ids, 0)
         self._put("positions", batch.positions, 0)

@@ -68,7 +68,7 @@ class FusedModel:
         body = model.model
         self._embedding = body.embed_tokens
         self._layers = [_Layer(layer) for layer in body.layers]
-        self._rotary = RotaryTables(body.rotary_emb, self._layers, torch.empty(0))  # float32 for all weights
+        self._rotary = RotaryTables(body.rotary_emb, self._layers, torch.empty(0))  # float32 for weights of any type
         self._norm, self._output_layer = _Norm(body.norm), model.lm_head
         self._is_gelu = type(body.layers[0].mlp.act_fn).__name__ == "GELUTanh"
 

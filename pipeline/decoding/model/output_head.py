@@ -108,7 +108,7 @@ class ContextIds:
         self._device = device
         self._ids = torch.zeros((num_rows, 0), dtype=torch.int64, device=device)
         self._lengths = np.zeros(num_rows, np.int64)  # number of each row's tokens on the device
-        self._owners: list[DecodingSequence | None] = [None] * num_rows  # each row's
+        self._owners: list[DecodingSequence | None] = [None] * num_rows  # sequence of each row
 
     @torch.inference_mode()
     def of(self, sequences: Sequence[DecodingSequence]) -> torch.Tensor:
