@@ -170,7 +170,7 @@ def plain_pace(pool, share_changed: float) -> float:
 
 
 def _fastest(step_cost: StepCost, batch_size: int, cells: Sequence[BudgetCell], pace_of_plain: float) -> ChosenBudget:
-    """Of the budgets about as fast as the fastest, the one that drafts least, so that noise decides less often."""
+    """The budget that drafts least among those about as fast as the fastest, so that noise decides less often."""
     plain_s = step_cost.plain_seconds(batch_size) / pace_of_plain
     speed_ups = [plain_s * cell.tokens_per_step / step_seconds(step_cost, batch_size, cell) for cell in cells]
     among_best = [pair for pair in zip(cells, speed_ups, strict=True) if pair[1] >= max(speed_ups) * AS_GOOD]

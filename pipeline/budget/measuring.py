@@ -145,7 +145,7 @@ def _is_held(cache: KVCache, prompt: np.ndarray) -> bool:
 def _time_steps(
     engine: Engine, batch_size: int, context_s: float, draft_context_s: float
 ) -> tuple[int, dict[int, float]]:
-    """The batch size that was reached, and seconds of its steps, as right after the prompts, by number of drafts."""
+    """The batch size that was reached, and its steps' seconds right after the prompts, by number of draft tokens."""
     prompt = random_tokens(engine, _prompt_tokens(engine, PROMPT_TOKENS))
     steps = _TimedSteps(engine, batch_size, [prompt], context_s, draft_context_s)
     try:
@@ -359,7 +359,7 @@ def _tree(engine: Engine, num_nodes: int, deepest: int) -> TokenTree:
     """A tree with a chain of even token ids, half of the nodes but at most `deepest`, and with odd ids as leaves."""
     num_levels = min(-(-num_nodes // 2), deepest)
     level = np.arange(num_nodes) * num_levels // max(1, num_nodes)
-    first = np.searchsorted(level, np.arange(num_levels))  # node of each level, which form the chain
+    first = np.searchsorted(level, np.arange(num_levels))  # the first node of each level is the chain's
     parents = np.where(level == 0, -1, first[level - 1]).astype(np.int32)
     is_chain = np.isin(np.arange(num_nodes), first)
     allowed = _allowed_tokens(engine)

@@ -273,7 +273,7 @@ def end_ids_of(
     """The end tokens of a generation configuration, of the model's configuration and of the tokenizer, ascending.
 
     Fine-tunes often name the token that ends their turns in only one of the three files. From the model's configuration
-    only control tokens are taken: if config.json names none, its class fills in a default for another vocabulary.
+    only added tokens are taken: if config.json names none, its class fills in a default for another vocabulary.
     """
     end_ids = {*_ids(generation)}
     if tokenizer is not None:
