@@ -1,6 +1,6 @@
-"""Pools of earlier texts, as a library: what is drafted from them, and for whom.
+"""Pools of earlier texts as a library: drafting from texts, and routing entities to groups of similar ones.
 
-An engine of any kind calls `library`, which docs/pools-library.md shows. What it stands on, and our own engine calls:
-`index.build.build_pool` makes a `index.pool.Pool` of texts, `index.store.PoolStore` keeps the versions of both sides,
-`draft.draft_batch` says what sequences are likely to go on with, and `routing.router.Router` names an entity's group.
+Any engine can call `library`; docs/pools-library.md shows how. Our own engine calls the parts below it directly:
+`index.build.build_pool` makes an `index.pool.Pool` from texts, `index.store.PoolStore` keeps the versions of both
+sides, `draft.draft_batch` drafts the next tokens of sequences, and `routing.router.Router` names an entity's group.
 """

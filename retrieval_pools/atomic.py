@@ -1,7 +1,7 @@
 """Files that appear whole or not at all, and replace earlier ones in one step.
 
-Into a temporary name beside the target, synced, then renamed over it. A process that dies in between leaves at most a
-`.tmp` name, which readers never look at.
+A file is written under a temporary name next to its target, synced, and renamed to the target. A process that dies in
+between leaves at most a `.tmp` name, which readers ignore.
 """
 
 import hashlib
@@ -17,13 +17,13 @@ TEMPORARY_SUFFIX = ".tmp"
 
 
 def temporary_beside(path: Path) -> Path:
-    """A name that nobody else has, for what is going to be renamed to `path`."""
+    """A unique temporary name next to `path`, for a file or folder that will be renamed to `path`."""
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
 
 
 @contextmanager
 def naming(path: Path, temporary: Path) -> Iterator[None]:
-    """An OSError of the block names the path that was to be written: a write to an open file does not say which."""
+    """Make an OSError of the block name `path` if it names `temporary` or, as a write to an open file does, no file."""
     try:
         yield
     except OSError as error:
@@ -32,7 +32,7 @@ def naming(path: Path, temporary: Path) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or what a folder lists, is on the disk."""
+    """Wait until a file, or the list of a folder's entries, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -50,14 +50,14 @@ def paths_below(folder: Path | str, above: frozenset[str] = frozenset()) -> Iter
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder that disappears in one step: a death in between leaves a `.tmp` name."""
+    """Delete a folder, which disappears in one step; a process that dies in between leaves a `.tmp` name."""
     removed = temporary_beside(path)
     os.replace(path, removed)
     remove(removed)
 
 
 def remove(path: Path) -> None:
-    """Delete a file or a folder, of a link also the folder that it names; what is not there is no error."""
+    """Delete a file or a folder, and the folder that a link leads to; a missing path is not an error."""
     if path.is_symlink() and path.is_dir():
         shutil.rmtree(path.resolve())
     if path.is_dir() and not path.is_symlink():
@@ -73,7 +73,7 @@ def size_bytes(path: Path) -> int:
 
 
 def freed_bytes(paths: Iterable[Path]) -> int:
-    """Bytes that are freed if files and folders are removed: files that others share by hard links stay."""
+    """The bytes that removing files and folders frees; a file with further hard links elsewhere frees none."""
     files = (file for path in paths for file in (path.rglob("*") if path.is_dir() else [path]) if not file.is_dir())
     found = Counter((status.st_dev, status.st_ino, status.st_size, status.st_nlink) for status in map(os.lstat, files))
     return sum(size for (_, _, size, num_links), num_found in found.items() if num_found >= num_links)
@@ -87,7 +87,7 @@ def sha256_file(path: Path | str) -> str:
 
 @contextmanager
 def atomic_path(path: Path | str) -> Iterator[Path]:
-    """A temporary path, at which the block must create a file, that becomes `path` when it ends without an error."""
+    """Yield a temporary path where the block must create a file, which is renamed to `path` unless the block raises."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_beside(path)
@@ -98,6 +98,6 @@ def atomic_path(path: Path | str) -> Iterator[Path]:
             os.replace(temporary, path)
             sync(path.parent)
     except BaseException:
-        with suppress(OSError):  # of a read-only file system, in place of the error that matters
+        with suppress(OSError):  # on a read-only file system it would hide the error that matters
             temporary.unlink(missing_ok=True)
         raise

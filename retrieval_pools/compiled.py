@@ -1,9 +1,9 @@
-"""How the loops of the pools are compiled: by numba, kept on disk, and anew when any of their sources has changed.
+"""Compiling the loops of the pools by numba: machine code is cached on disk until any of their sources changes.
 
-And arrays by their addresses, in compiled code: numba takes longer to unpack one array argument than to draft a node,
-longest where it is read-only, as all of a pool's are. Whoever hands over an address keeps the array alive. These arrays
-have no index below 0: of all others numba asks at every access whether it counts from the end, which was a tenth of a
-draft's time.
+Compiled code can also take arrays by their addresses: numba takes longer to unpack one array argument than to draft a
+node, and longest if the array is read-only, as all arrays of a pool are. The caller keeps the array alive. These arrays
+take no index below 0. For other arrays numba checks at every access whether the index counts from the end, which took a
+tenth of a draft's time.
 """
 
 import hashlib
@@ -30,14 +30,14 @@ from numba.extending import lower_builtin
 from numba.np.arrayobj import getitem_array_tuple, getitem_arraynd_intp, populate_array, setitem_array
 
 logger = logging.getLogger(__name__)
-intrinsic = cast(Callable[[Callable], Callable], numba_intrinsic)  # who calls one gives no typing context
+intrinsic = cast(Callable[[Callable], Callable], numba_intrinsic)  # callers of an intrinsic give no typing context
 
 _HERE = Path(__file__).parent
 _SOURCES = sorted(path for pattern in ("*.py", "index/*.py", "drafting/*.py") for path in _HERE.glob(pattern))
 
 
 def source_stamp(paths: Iterable[Path]) -> str:
-    """A digest of the contents of source files, and of this one, whose functions all compiled loops may call."""
+    """A digest of the contents of source files and of this file, whose functions all compiled loops may call."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in (Path(__file__), *paths))).hexdigest()
 
 
@@ -45,10 +45,10 @@ _STAMP = source_stamp(_SOURCES)
 
 
 def cached(stamp: str = _STAMP, **options) -> Callable[[Callable], Any]:
-    """`numba.njit` with these options, its machine code kept on disk; other threads go on while a function runs.
+    """`numba.njit` with these options, machine code cached on disk, and the GIL released while a function runs.
 
-    A function's code holds that of those it calls, so what is kept must go when any of their files changes; numba looks
-    at the function's own file alone. `stamp` is the `source_stamp` of these files, by default of the pools'.
+    Machine code includes that of called functions, so it is stale once any of their files changes; numba checks only
+    the function's own file. `stamp` is the `source_stamp` of all these files; the default is that of the pools.
     """
 
     def compile_when_called(function: Callable) -> Any:
@@ -60,10 +60,10 @@ def cached(stamp: str = _STAMP, **options) -> Callable[[Callable], Any]:
 
 
 def _kept_on_disk(function: Callable, **options) -> Any:
-    """`numba.njit` with these options and `cache=True`, also where numba finds no folder that it may write.
+    """`numba.njit` with these options and `cache=True`, also where numba finds no folder that it may write to.
 
-    In a container with a read-only root and no HOME neither the folder of the package nor the user's cache may be
-    written, and numba raises. The machine code then goes to a temporary folder, for this process and those it starts.
+    In a container with a read-only root and no HOME, neither the folder of the package nor the user's cache is
+    writable, and numba raises. The machine code then goes to a temporary folder, for this process and its children.
     """
 
     try:
@@ -82,9 +82,9 @@ def _kept_on_disk(function: Callable, **options) -> Any:
 
 
 def _temporary_cache() -> Path:
-    """A temporary folder that this user alone may write, the same one in every process where that is possible.
+    """A temporary folder that only this user may write to, the same one in every process where that is possible.
 
-    What lies in it is run, so a folder of that name which somebody else has made, or may write, is not used.
+    Its files are executed, so a folder of that name that another user made, or may write to, is not used.
     """
     folder = Path(tempfile.gettempdir(), f"laserbatch-numba-{os.getuid()}")
     with suppress(FileExistsError):
@@ -95,18 +95,18 @@ def _temporary_cache() -> Path:
     return Path(tempfile.mkdtemp(prefix="laserbatch-numba-"))
 
 
-# Parts of a cached function. The first are compiled into their callers, since handing the arrays on costs more than
-# most do. They may not allocate (_nrt): where a function may, numba counts the references to every array that it
-# touches, which took a third of a draft's time.
+# Decorators for the parts of a cached function. A `part` is inlined into its callers, since passing the arrays costs
+# more than the work of most parts. Neither may allocate (_nrt): in functions that may, numba counts the references to
+# every array that they touch, which took a third of a draft's time.
 _options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "error_model": "numpy", "_nrt": False}
 part = njit(**_options, forceinline=True)
-called = njit(**_options)  # long parts, or called rarely
+called = njit(**_options)  # for parts that are long or rarely called
 
 
 def _fetching(level: int) -> Callable:
     @intrinsic
     def fetch(typing_context, values, place):
-        """Ask for the value at a place of an array before it is needed, without waiting for it; compiled code only."""
+        """Prefetch the value at a place of an array, without waiting for it; in compiled code only."""
 
         def emit(context, builder, signature, arguments):
             values = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -119,7 +119,7 @@ def _fetching(level: int) -> Callable:
 
 
 def emit_fetch(builder: ir.IRBuilder, pointer: ir.Value, level: int = 1) -> None:
-    """Ask for what is at a pointer, and the line that it lies in: it comes into the cache of that level, 1 or 2."""
+    """Prefetch the cache line at a pointer into the cache of that level, 1 or 2."""
     kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, *[ir.IntType(32)] * 3])
     instruction = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     to_read, locality, of_data = (cgutils.int32_t(number) for number in (0, 4 - level, 1))
@@ -127,11 +127,11 @@ def emit_fetch(builder: ir.IRBuilder, pointer: ir.Value, level: int = 1) -> None
 
 
 fetch = _fetching(1)
-fetch_second_level = _fetching(2)  # for what is needed so late that other data would push it out of the first level
+fetch_second_level = _fetching(2)  # for values needed so late that other data would evict them from the first level
 
 
 class _FromStart(types.Array):
-    """An array in C order, all indices of which are 0 or above; so are those of the rows that are taken from it."""
+    """Type of an array in C order that is only indexed from 0 up, as are the rows taken from it."""
 
     def __init__(self, dtype: types.Type, ndim: int) -> None:
         super().__init__(dtype, ndim, "C", name=f"from_start({dtype}, {ndim}d)")
@@ -164,7 +164,7 @@ def _set(context, builder, called_as, arguments):
 def _unsigned(
     context: BaseContext, builder: ir.IRBuilder, called_as: Signature, arguments: tuple[ir.Value, ...]
 ) -> tuple[Signature, tuple[ir.Value, ...]]:
-    """A call whose index is one that cannot be below 0: its signature and its arguments."""
+    """The signature and the arguments of a call, with its index cast to an unsigned type."""
     kind, index = called_as.args[1], arguments[1]
     if isinstance(kind, types.BaseTuple):
         kinds, values = cast(types.Tuple, kind).types, cgutils.unpack_tuple(builder, index, count=len(kind))
@@ -186,7 +186,7 @@ def _widened(context: BaseContext, builder: ir.IRBuilder, kind: types.Type, valu
 def _array_at(dtype: types.Type) -> Callable:
     @intrinsic
     def array_at(typing_context, address, shape):
-        """The array of a shape, a number or a tuple of them, that lies there in C order."""
+        """The array at `address` in C order; `shape` is an integer or a tuple of integers."""
         is_row = isinstance(shape, types.Integer)
         kinds = (shape,) if is_row else tuple(shape)
 
@@ -205,9 +205,9 @@ int32s_at, float32s_at = _array_at(types.int32), _array_at(types.float32)
 
 
 def arrays_at(layout: np.dtype, whole: type[tuple], parts: Sequence[type[tuple]]) -> Callable:
-    """A compiled function from an address to the arrays that lie there, by the fields of a dtype of dtypes of arrays.
+    """A compiled function that takes an address and returns the arrays there, as `whole`, a named tuple of `parts`.
 
-    It returns `whole`, a named tuple of `parts`, each a named tuple of arrays.
+    Each field of `layout` is a structured dtype, whose fields are the arrays of one of `parts`, a named tuple.
     """
     inner = _fields(layout)
     kinds = [

@@ -1,6 +1,6 @@
-"""Drafting for one sequence or for all of a step: the call that the engine makes once a step.
+"""Drafting for one sequence or for all sequences of a step: the call that the engine makes once a step.
 
-What is compiled begins in `drafting/tree.py` and takes flat arrays.
+The compiled part begins in `drafting/tree.py` and takes flat arrays.
 """
 
 import struct
@@ -17,7 +17,7 @@ from laserbatch.retrieval_pools.drafting.state import MAX_NODES, new_scratch
 from laserbatch.retrieval_pools.drafting.tree import compiled_draft_trees
 from laserbatch.retrieval_pools.index.pool import EMPTY_POOL, Pool
 
-SHARE = 8  # sequences that a thread drafts at a time; fewer take less time than it takes to wake up
+SHARE = 8  # sequences that a thread drafts at a time; fewer take less time than waking the thread
 UNLIMITED_DEPTH = MAX_NODES
 _NO_TOKENS = np.empty(0, np.int32)
 _INT32, _ONE_AFTER_THE_OTHER = _NO_TOKENS.dtype, _NO_TOKENS.strides
@@ -25,17 +25,16 @@ _INT32, _ONE_AFTER_THE_OTHER = _NO_TOKENS.dtype, _NO_TOKENS.strides
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """How drafts are asked for.
+    """The options of a call of `draft` or `draft_batch`.
 
     Attributes
     ----------
-    max_nodes : at most this many tokens are drafted, 0 to 64.
-    min_acceptance : paths estimated to be less likely are not drafted, nor those of a product of estimates below
-        1/2048.
+    max_nodes : the largest number of draft tokens of a sequence, 0 to 64.
+    min_acceptance : paths with a lower estimated probability of acceptance are not drafted, nor those below 1/2048.
     use_prompt, use_output, use_previous : which of the sequence's own texts may be drafted from.
-    as_chains : for engines that verify no trees: of each sequence the one path of at most `max_nodes` tokens that is
-        worth most, by the sum of its tokens' probabilities, those further on counting less (`state.DEPTH_DISCOUNT`). It
-        need not begin with the likeliest token; it is looked for among the MAX_NODES likeliest that could be in it.
+    as_chains : for engines that verify no trees: each draft is a single path of up to `max_nodes` tokens, the one with
+        the largest sum of its tokens' probabilities of acceptance; later tokens count less (`state.DEPTH_DISCOUNT`). It
+        need not begin with the likeliest token; it is searched for among the MAX_NODES likeliest candidate nodes.
     """
 
     max_nodes: int = 16
@@ -47,7 +46,7 @@ class DraftOptions:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """What is drafted from, by name."""
+        """The names of the sources that are drafted from."""
         used = {"previous": self.use_previous, "prompt": self.use_prompt, "output": self.use_output, "pool": True}
         return tuple(name for name, is_used in used.items() if is_used)
 
@@ -55,17 +54,17 @@ class DraftOptions:
 class Draft:
     """A tree of likely next tokens, the most probable path first; parents precede their children.
 
-    Made by `draft`; its arrays are views of one.
+    Made by `draft`; its arrays are views of a single array.
 
     Attributes
     ----------
     token_ids : int32[n]
     parents : int32[n], index of the parent node, -1 for the last token of the context.
-    log_acceptance : float32[n], log of the estimated probability that the text goes along the whole path to this node.
-    source : int32[n], the source that most of the node's own probability comes from: a code of `sources`.
-    relative_count : float32[n], share of the node's token in what follows its parent, all contexts blended: what the
-        pool's calibration makes the node's own probability of.
-    kind : int32[n], a kind of `drafting.estimate`: of the token, and of its place in the draft.
+    log_acceptance : float32[n], log of the estimated probability that the whole path to this node is accepted.
+    source : int32[n], the source that contributes most to the node's own probability: a code of `sources`.
+    relative_count : float32[n], share of the node's token among the tokens that follow its parent, blended over all
+        contexts; the pool's calibration maps it to the node's own probability.
+    kind : int32[n], the node's kind in `drafting.estimate`, by its token and its place in the draft.
     """
 
     __slots__ = ("_rows",)
@@ -102,10 +101,10 @@ class Draft:
 
 
 class Drafts:
-    """What `draft_batch` found for several sequences, all of it in one array."""
+    """The drafts of several sequences, in one array; made by `draft_batch`."""
 
     def __init__(self, outputs: np.ndarray, num_nodes: np.ndarray) -> None:
-        # int32[num_sequences, state.NUM_OUTPUTS, max_nodes]; of each sequence the first `num_nodes` are set.
+        # int32[num_sequences, state.NUM_OUTPUTS, max_nodes]; only the first `num_nodes` of each sequence are set.
         self._outputs = outputs
         self._num_nodes = num_nodes
 
@@ -119,12 +118,12 @@ class Drafts:
         return Draft(self._outputs[number, :, : self._num_nodes[number]])
 
     def joined(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """All nodes, one draft's after another's.
+        """The nodes of all drafts, joined in the order of the sequences.
 
         Returns
         -------
-        How many each draft has, int64[num_sequences]; and of nodes `token_ids` and `parents` int32[n],
-        `log_acceptance` float32[n] and `source` uint8[n], as `Draft` has them.
+        The number of nodes of each draft, int64[num_sequences]; then `token_ids` and `parents`, int32[n],
+        `log_acceptance`, float32[n], and `source`, uint8[n], of all nodes, as in `Draft`.
         """
         is_node = np.arange(self._outputs.shape[2]) < self._num_nodes[:, None]
         token_ids, parents, log_acceptance, source = (
@@ -143,17 +142,17 @@ def draft(
     options: DraftOptions | None = None,
     max_depth: int = UNLIMITED_DEPTH,
 ) -> Draft:
-    """What a sequence is likely to go on with. Deterministic; safe to call from several threads; frees the GIL.
+    """Draft the likely next tokens of a sequence. Deterministic; safe to call from several threads; frees the GIL.
 
     Parameters
     ----------
-    pool : the routed side's pool, None for the sequence's own texts alone.
+    pool : the pool of the entity's side; None: only the sequence's own texts are drafted from.
     context : int32[n], the prompt and, after it, the output so far.
-    num_prompt : how many tokens of `context` are the prompt.
+    num_prompt : number of tokens of `context` that are the prompt.
     previous : int32[m], the entity's text of an earlier night without its end token, or None.
-    group : the sequence's group; one that the pool does not know counts nothing more (scope "side") or has no texts
-        (scope "group"). None: all texts count the same.
-    max_depth : at most so many tokens follow each other.
+    group : the sequence's group. If the pool does not know it, all texts count the same (scope "side") or none are
+        drafted from (scope "group"). None: all texts count the same.
+    max_depth : the largest number of draft tokens on a path.
 
     Raises
     ------
@@ -186,18 +185,18 @@ def draft_batch(
     options: DraftOptions | None = None,
     num_threads: int = 1,
 ) -> Drafts:
-    """What `draft` says of each of many sequences, asked at once: a step of the engine.
+    """Draft as `draft` does for many sequences in one call: those of a step of the engine.
 
     Parameters
     ----------
-    contexts, num_prompts, previous, groups, max_depths : one of each for every sequence, as `draft` takes them; None:
-        what is its default there, for all of them.
-    num_threads : threads that draft side by side, the caller's among them; fewer where there are few sequences.
+    contexts, num_prompts, previous, groups, max_depths : for every sequence one value, as `draft` takes it; None: all
+        sequences have the default of `draft`.
+    num_threads : number of threads that draft in parallel, the caller's included; fewer if there are few sequences.
 
     Raises
     ------
     ValueError
-        As `draft`, or there is not one of each for every sequence.
+        As `draft`, or the arguments do not have the same number of values.
     """
     options = DraftOptions() if options is None else options
     num_sequences = len(contexts)
@@ -249,7 +248,7 @@ def _pack_sequences(
     groups: Sequence[str | None],
     max_depths: Sequence[int],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Contexts end to end, previous texts likewise, and the columns of `state` that say where each sequence's stand."""
+    """Contexts end to end, previous texts end to end, and for each sequence a row with the columns of `state`."""
     num_sequences = len(contexts)
     numbers = list(map(len, (contexts, num_prompts, previous, groups, max_depths)))
     if len(set(numbers)) > 1:
@@ -267,7 +266,7 @@ def _pack_sequences(
 
 
 def _pack(rows: Sequence[np.ndarray | None], bounds: np.ndarray) -> np.ndarray:
-    """Rows of token ids end to end, None being empty; where each begins and ends is written: int64[n, 2]."""
+    """Rows of token ids end to end, None as an empty row; writes the begin and end of each to `bounds`, int64[n, 2]."""
     if all(row is None for row in rows):
         bounds[:] = 0
         return _NO_TOKENS
@@ -286,7 +285,7 @@ def _threads(num_threads: int) -> ThreadPoolExecutor:
 
 
 class _Workspace(threading.local):
-    """What a thread's drafts use one after the other: `scratch`, and the row of one sequence, written as `row`."""
+    """Memory that a thread reuses for its drafts: `scratch`, and one row of `sequences`, of which `row` is a view."""
 
     def __init__(self) -> None:
         self.scratch = new_scratch()

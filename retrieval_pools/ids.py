@@ -1,6 +1,6 @@
-"""Codes of distinct ids, and the rows of ids among others, from a hash table over their bytes that grows part by part.
+"""Codes of distinct ids, and the rows of ids in other columns, from a hash table over their bytes that can grow.
 
-Arrow's own functions make a hash table anew for each part, or take whole columns.
+Arrow's own functions build a new hash table for each part, or need whole columns.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,17 +14,17 @@ from numba import njit, types
 from laserbatch.retrieval_pools.compiled import cached, fetch, intrinsic
 
 ROWS_AT_ONCE = 1 << 20
-FEWER = 4  # where the values are so many times fewer than the known ones, the table is of them
+FEWER = 4  # the table holds the values, not the known ids, if there are at most 1 / FEWER as many values
 MIN_SLOTS = 1024
-MAX_BYTES = 2**31 - 1  # of all distinct ids: offsets of Arrow's `string` are int32
-_AHEAD = 32  # rows whose slots are asked for before they are needed
+MAX_BYTES = 2**31 - 1  # limit of the bytes of all distinct ids: offsets of Arrow's `string` are int32
+_AHEAD = 32  # rows whose slots are prefetched together
 _HALF, _LOW, _FIRST, _SECOND = (np.uint64(n) for n in (32, 0xFFFFFFFF, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53))
 
 
 class IdCodes:
-    """Distinct ids, strings (large ones may be added too) or int64; codes count from 0 in the order of their addition.
+    """Distinct ids, strings (also of type `large_string`) or int64, with codes from 0 in the order of their addition.
 
-    An id takes its bytes, and 14 to 24 others.
+    An id takes 14 to 24 bytes besides its own.
     """
 
     def __init__(self, kind: pa.DataType) -> None:
@@ -32,17 +32,17 @@ class IdCodes:
             raise TypeError(f"ids are strings or int64, not {kind}")
         self.kind, self._num = kind, 0
         self._slots = np.zeros(MIN_SLOTS, np.uint64)  # an id's hash in the upper half, its code + 1 in the lower one
-        self._starts, self._bytes = np.zeros(MIN_SLOTS, np.int32), np.empty(0, np.uint8)  # of ids, one after another
+        self._starts, self._bytes = np.zeros(MIN_SLOTS, np.int32), np.empty(0, np.uint8)  # of the ids, end to end
 
     def __len__(self) -> int:
         return self._num
 
     def add(self, ids: pa.Array) -> np.ndarray:
-        """The code of each id, int32[n]; those that were not there get the next ones. -1 for null."""
+        """The code of each id, int32[n]; -1 for null. Ids that were not there are added and get the next codes."""
         return self._codes(ids, adds=True)
 
     def find(self, ids: pa.Array) -> np.ndarray:
-        """The code of each id, int32[n]; -1 where it was not added, or is null."""
+        """The code of each id, int32[n]; -1 if it was not added, or is null."""
         return self._codes(ids, adds=False)
 
     def values(self) -> pa.Array:
@@ -66,7 +66,7 @@ class IdCodes:
         return codes
 
     def _reserve(self, num_ids: int, num_bytes: int) -> None:
-        """Have room for so many more."""
+        """Make room for `num_ids` further ids that have `num_bytes` bytes."""
         num_ids, num_bytes = self._num + num_ids, int(self._starts[self._num]) + num_bytes
         if num_bytes > MAX_BYTES:
             raise pa.ArrowCapacityError(f"the distinct ids have more than {MAX_BYTES:,} bytes")
@@ -81,9 +81,9 @@ class IdCodes:
 
 
 def rows_among(values: pa.Array | pa.ChunkedArray, known: pa.Array | pa.ChunkedArray) -> np.ndarray:
-    """The row of each value among known ones, int64[n], the first that has it; -1 where none has it, or for null.
+    """The first row of `known` that has each value, int64[n]; -1 where no row has it, and for null.
 
-    Values of another type than the known ones are none of them, but strings and large strings may be equal.
+    Values of another type than `known` equal none of its values, but strings and large strings can be equal.
     """
     kind = _kind(values.type)
     if kind != _kind(known.type) or not len(known):
@@ -91,7 +91,7 @@ def rows_among(values: pa.Array | pa.ChunkedArray, known: pa.Array | pa.ChunkedA
     codes = IdCodes(kind)
     if FEWER * len(values) > len(known):
         code_of = _joined(map(codes.add, _parts(known)))
-        rows = np.full(len(codes) + 1, -1)  # the last is that of -1
+        rows = np.full(len(codes) + 1, -1)  # the last row is for code -1
         rows[code_of[::-1]] = np.arange(len(code_of))[::-1]
         rows[-1] = -1
         return rows[_joined(map(codes.find, _parts(values)))]
@@ -120,7 +120,7 @@ def _joined(codes: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def _bytes_of(ids: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Where each id begins, int32[n + 1], in the bytes of all, uint8; both read-only, so one type to numba."""
+    """Where each id begins, int32[n + 1], and the bytes of all ids, uint8; read-only, so that numba sees one type."""
     _, *buffers = ids.buffers()
     data = np.empty(0, np.uint8) if buffers[-1] is None else np.frombuffer(buffers[-1], np.uint8)
     if pt.is_int64(ids.type):
@@ -137,7 +137,7 @@ def _bytes_of(ids: pa.Array) -> tuple[np.ndarray, np.ndarray]:
 
 @intrinsic
 def _eight_bytes(typing_context, data, place):
-    """A number from eight bytes of an array, wherever they begin; compiled code only."""
+    """Eight bytes of an array from `place` on, unaligned, as a number; in compiled code only."""
 
     def emit(context, builder, signature, arguments):
         array = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -160,7 +160,7 @@ def _word(data, begin, end):
 
 @njit(inline="always")
 def _hash(data, begin, end):
-    """32 bits in a uint64, by the mixing function of MurmurHash3 (`fmix64`)."""
+    """A hash of 32 bits, as uint64, by the mixing function of MurmurHash3 (`fmix64`)."""
     mixed = np.uint64(end - begin)
     for place in range(begin, end, 8):
         mixed ^= _word(data, place, end)
@@ -183,7 +183,7 @@ def _are_equal(data, begin, end, other, other_begin, other_end):
 
 @cached()
 def _look_up(starts, data, slots, known_starts, known_bytes, num_known, adds, codes):
-    """Fill in the code of each id, -1 where it is not there, or add it if `adds`; returns the number of ids then."""
+    """Write the code of each id into `codes`. Missing ids are added if `adds`, or get -1. Returns the number of ids."""
     last, hashes = len(slots) - 1, np.empty(_AHEAD, np.uint64)
     for first in range(0, len(codes), _AHEAD):
         stop = min(first + _AHEAD, len(codes))
@@ -219,7 +219,7 @@ def _look_up(starts, data, slots, known_starts, known_bytes, num_known, adds, co
 
 @cached()
 def _move(slots, larger):
-    """Put the ids of a table into an empty one that has more slots."""
+    """Put the ids of a table into an empty, larger one."""
     last = len(larger) - 1
     for slot in slots:
         if slot != 0:

@@ -1,8 +1,8 @@
 """Drafts for an engine of any kind: open a pool, route an entity, and draft for the texts that are being written.
 
-The face of the package. An engine says what it is asked for (`start`), asks for the drafts of a step (`draft`), tells
-what it kept of them (`accept`), and ends (`finish`). It may do so from several threads. docs/pools-library.md has an
-example of each name.
+This is the public interface of the package. An engine registers each text (`start`), asks for the drafts of a step
+(`draft`), reports the tokens that the step added (`accept`), and ends the text (`finish`). It may do so from several
+threads. docs/pools-library.md has an example of each name.
 """
 
 import threading
@@ -32,10 +32,10 @@ class DraftBudget:
 
     Parameters
     ----------
-    max_tokens : at most so many tokens, 0 to 64.
-    min_acceptance : no token whose path is estimated to be accepted less often, 0 to 1.
-    form : "chain" for one path, the best by the sum of its tokens' probabilities, later ones counting less; "tree" for
-        an engine that verifies several paths in one forward.
+    max_tokens : the largest number of tokens in a draft, 0 to 64.
+    min_acceptance : tokens whose path has a lower estimated probability of acceptance are not drafted; 0 to 1.
+    form : "chain" for a single path: the one with the largest sum of its tokens' probabilities of acceptance, in which
+        later tokens count less. "tree" for an engine that verifies several paths in one forward pass.
     """
 
     max_tokens: int = 8
@@ -54,19 +54,19 @@ class DraftBudget:
 def open_pool(
     root: Path | str, side: Side, version: str | None = None, *, tokenizer_hash: str | None = None
 ) -> "OpenPool":
-    """Open what a night has left in its workspace's `pools/`.
+    """Open the pool of one side, and its router if it has one, from the `pools/` folder of a workspace.
 
     Parameters
     ----------
-    root : that folder.
+    root : the `pools/` folder.
     side : "user" or "item".
-    version : a version of it; None: the current one, which stays open when another one is published.
-    tokenizer_hash : of the engine's tokenizer, by which the pool must have been built; None does not compare.
+    version : the version to open; None: the current one, which stays open when another version is published.
+    tokenizer_hash : hash of the engine's tokenizer, with which the pool must have been built; None: not compared.
 
     Raises
     ------
     PoolError
-        There is no such version or side, a file is damaged, or the pool is of another tokenizer.
+        There is no such version or side, a file is damaged, or the pool was built with another tokenizer.
     """
     store = PoolStore(Path(root))
     version = store.current_version() if version is None else version
@@ -87,9 +87,9 @@ class OpenPool:
 
     Parameters
     ----------
-    pool : what is drafted from beside a text's own prompt, output and previous text; None: from these alone.
-    router : names an entity's group; None: `route` is not asked.
-    version : of the pool, for logs.
+    pool : earlier texts to draft from, besides a text's own prompt, output and previous text; None: only from these.
+    router : names an entity's group; None: `route` cannot be called.
+    version : version of the pool, for logs.
     """
 
     def __init__(self, pool: Pool | None, router: Router | None = None, version: str = "") -> None:
@@ -100,17 +100,17 @@ class OpenPool:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """How many texts were started and are not finished."""
+        """The number of texts that were started and are not finished."""
         return len(self._texts)
 
     def route(self, entity: Mapping[str, Any], num_interactions: int = 0) -> str:
-        """The group whose texts an entity's drafts should prefer, for `start`. One always answers.
+        """The group whose texts an entity's drafts should prefer, for `start`. Every entity gets a group.
 
         Parameters
         ----------
-        entity : its `user_id` or `item_id` and its attributes, by their names in the tables; what is missing or unknown
-            makes the group a wider one.
-        num_interactions : that it has by now.
+        entity : its `user_id` or `item_id` and its attributes, by their names in the tables; if attributes are missing
+            or unknown, the group is a wider one.
+        num_interactions : the number of its interactions so far.
 
         Raises
         ------
@@ -129,20 +129,20 @@ class OpenPool:
         previous_ids: np.ndarray | None = None,
         group: str | None = None,
     ) -> None:
-        """A text is going to be written.
+        """Register a text that is going to be written.
 
         Parameters
         ----------
-        request : the engine's own name of it.
-        prompt_ids : int[n], as the model is given it. Here and in `accept` an id below 0 is no token: it is never
-            drafted, and matches nothing in the pool.
+        request : the engine's own name for the text.
+        prompt_ids : int[n], the prompt as the model gets it. Here and in `accept` an id below 0 is not a token: it is
+            never drafted, and matches nothing in the pool.
         previous_ids : int[m], the entity's text of an earlier night without its end token, or None.
-        group : what `route` said, or None: all texts of the pool count the same.
+        group : the result of `route`, or None: all texts of the pool count the same.
 
         Raises
         ------
         ValueError
-            A request of that name is not finished, the ids are not integers in one row, or the group is no text.
+            A request of that name is not finished, the ids are not integers in one row, or the group is not a string.
         """
         if not (group is None or isinstance(group, str)):
             raise ValueError(f"the group is {group!r}; expected the text that `route` returns, or None")
@@ -153,28 +153,28 @@ class OpenPool:
             self._texts[request] = text
 
     def draft(self, requests: Sequence[Hashable], budget: DraftBudget | None = None, num_threads: int = 1) -> Drafts:
-        """What each of the texts is likely to go on with. The same texts give the same drafts; frees the GIL.
+        """Draft the likely next tokens of each text. The same texts give the same drafts; frees the GIL.
 
         Parameters
         ----------
-        requests : texts of a step, all of which were started.
-        budget : None: that of `DraftBudget`'s defaults.
-        num_threads : that share the work, the caller's among them.
+        requests : the texts of a step; all must have been started.
+        budget : None: the defaults of `DraftBudget`.
+        num_threads : number of threads that share the work, the caller's included.
 
         Returns
         -------
-        A `Draft` for each, in the order of `requests`. Of a chain `token_ids` follow each other, of a tree `parents`
-        says after which one each stands; `np.exp(log_acceptance)` is how likely the path to each is accepted.
+        A `Draft` for each text, in the order of `requests`. The `token_ids` of a chain follow each other; in a tree,
+        `parents` has the predecessor of each. `np.exp(log_acceptance)` is the probability that the path is accepted.
 
         Raises
         ------
         KeyError
-            A request that was not started, or is finished.
+            A request was not started, or is finished.
         """
         budget = budget or DraftBudget()
         with self._lock:
             texts = [self._texts[request] for request in requests]
-            contexts = [text.context for text in texts]  # as they are now: what is accepted meanwhile stands behind
+            contexts = [text.context for text in texts]  # views of now: tokens accepted meanwhile are behind their ends
         return draft_batch(
             self.pool,
             contexts,
@@ -186,21 +186,21 @@ class OpenPool:
         )
 
     def context(self, request: Hashable) -> np.ndarray:
-        """The prompt of a text and what was accepted so far, int32[n]; KeyError as of `draft`."""
+        """The prompt of a text and the tokens accepted so far, int32[n]. Raises KeyError as `draft` does."""
         with self._lock:
             return self._texts[request].context
 
     def accept(self, request: Hashable, token_ids: np.ndarray) -> None:
-        """What a step added to a text: int[n], drafted tokens that were kept, then the model's own.
+        """Append the tokens that a step added to a text: int[n], the accepted draft tokens, then the model's own.
 
-        Raises KeyError as `draft` does, ValueError where the ids are not integers in one row.
+        Raises KeyError as `draft` does, ValueError if the ids are not integers in one row.
         """
         token_ids = _ids(token_ids)
         with self._lock:
             self._texts[request].append(token_ids)
 
     def finish(self, request: Hashable) -> np.ndarray:
-        """Forget a text: nothing of it is drafted to others. Returns what was written of it, int32[n].
+        """Forget a text; it is not drafted from for other texts. Returns its tokens without the prompt, int32[n].
 
         Raises KeyError as `draft` does.
         """
@@ -210,7 +210,7 @@ class OpenPool:
 
 
 class _Text:
-    """A prompt and what follows it so far, in memory that doubles; a view of it stays what it is."""
+    """A prompt and the tokens after it, in a buffer that doubles when full; earlier views of it stay valid."""
 
     def __init__(self, prompt_ids: np.ndarray, previous_ids: np.ndarray | None, group: str | None) -> None:
         self.num_prompt = self._length = len(prompt_ids)

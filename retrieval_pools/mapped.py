@@ -1,6 +1,6 @@
-"""Arrays and tables in files without a name, which are gone with them: for what grows with all entities of a night.
+"""Arrays and tables in memory-mapped files without a name, for data that grows with the number of entities of a night.
 
-The kernel may take the pages of such an array back where memory is short, so a process is not ended for them.
+A file is gone when its arrays are. The kernel can reclaim their pages if memory is short, and so kills no process.
 """
 
 import math
@@ -21,10 +21,10 @@ from laserbatch.retrieval_pools.atomic import TEMPORARY_SUFFIX, naming
 
 @dataclass(frozen=True)
 class MappedFiles:
-    """Makes arrays and tables in files of a folder; None: in plain memory. Raises OSError where the disk is full."""
+    """Makes arrays and tables in files of a folder; None: in plain memory. Raises OSError if the disk is full."""
 
     folder: Path | None
-    mappings: list[mmap.mmap] = field(default_factory=list)  # of those that `release` is about
+    mappings: list[mmap.mmap] = field(default_factory=list)  # the mappings whose memory `release` lets go of
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype | type) -> np.ndarray:
         """An array to write into."""
@@ -32,7 +32,7 @@ class MappedFiles:
         if self.folder is None or not num_bytes:
             return np.empty(shape, dtype)
         with nameless_file(self.folder) as file:
-            os.posix_fallocate(file.fileno(), 0, num_bytes)  # a full disk would kill who writes into the mapping
+            os.posix_fallocate(file.fileno(), 0, num_bytes)  # otherwise a write on a full disk kills the process
             mapped = mmap.mmap(file.fileno(), num_bytes)
         self.mappings.append(mapped)
         return np.frombuffer(mapped, dtype).reshape(shape)
@@ -52,7 +52,7 @@ class MappedFiles:
         return self.table(pa.table([values], ["values"]))["values"].chunk(0)
 
     def release(self) -> None:
-        """Let go of the memory of all files, which are read again where they are needed."""
+        """Let go of the memory of all files; pages are read from the files when they are next used."""
         for mapped in self.mappings:
             mapped.madvise(mmap.MADV_DONTNEED)
 
@@ -60,11 +60,11 @@ class MappedFiles:
 def by_code(
     parts: Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]], num_codes: int, files: MappedFiles
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers in the order of their codes, uint32[n] in a file, and where those of each begin, int64[num_codes + 1].
+    """Group numbers by their codes.
 
-    `parts` is called twice, and gives codes (any,) from 0 to `num_codes` - 1 beside their numbers, below 2^32. The
-    numbers of a code stay in the order of parts, and ascend in each. The last beginning is the end. Returned are the
-    beginnings first.
+    `parts` is called twice. Each part has codes from 0 to `num_codes` - 1 and as many numbers below 2^32. Returns where
+    the numbers of each code begin and the last end, int64[num_codes + 1], and the numbers in the order of their codes,
+    uint32[n] in a file. The numbers of a code stay in the order of the parts, and ascend within each part.
     """
     counts = np.zeros(num_codes, np.int64)
     for codes, _ in parts():
@@ -84,6 +84,6 @@ def by_code(
 
 @contextmanager
 def nameless_file(folder: Path) -> Iterator[IO[bytes]]:
-    """A file that is gone when nobody maps it; a file system that must name it shows it as a leftover for a moment."""
+    """A file that is gone when it is not mapped any more. On some file systems it shortly has a name, with `.tmp`."""
     with naming(folder, folder), tempfile.TemporaryFile(dir=folder, suffix=TEMPORARY_SUFFIX) as file:
         yield file

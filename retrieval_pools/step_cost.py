@@ -1,4 +1,4 @@
-"""What a verify step costs, by its sequences and packed tokens, as it was measured in an engine."""
+"""The measured cost of a verify step in an engine, by its number of sequences and of packed tokens."""
 
 import datetime
 from functools import cached_property
@@ -9,50 +9,50 @@ from pydantic import BaseModel, Field, model_validator
 
 from laserbatch.retrieval_pools.errors import PoolError
 
-ROUNDING = 1e-6  # of a mean number of tokens, which must not lift a step to the next size
-MIN_SHARE = 0.1  # of a step's duration, that stays whatever a shorter context saves
+ROUNDING = 1e-6  # rounding error of a mean number of tokens; it must not pad a step to the next size
+MIN_SHARE = 0.1  # share of a step's duration that remains however short its contexts are
 
 
 class StepPoint(BaseModel, frozen=True, extra="forbid"):
     batch_size: int = Field(ge=1, description="Sequences in the step.")
-    num_tokens: int = Field(ge=1, description="Packed tokens, the drafts of all sequences among them.")
+    num_tokens: int = Field(ge=1, description="Packed tokens, including the drafts of all sequences.")
     seconds: float = Field(gt=0, allow_inf_nan=False, description="Duration of the whole step.")
 
 
 class DraftCost(BaseModel, frozen=True, extra="forbid"):
-    """What drafting takes beside the step that verifies: of one call for all its sequences."""
+    """Duration of the one call that drafts for all sequences of a step; it adds to the duration of the verify step."""
 
     seconds_per_step: float = Field(
-        default=0.0, ge=0, description="Of the call itself, however many sequences it is for."
+        default=0.0, ge=0, description="Duration of the call itself, for any number of sequences."
     )
-    seconds: float = Field(default=0.0, ge=0, description="Of each sequence, for a draft that finds nothing.")
-    seconds_per_token: float = Field(default=0.0, ge=0, description="Of each draft token.")
+    seconds: float = Field(default=0.0, ge=0, description="Added by each sequence, even if its draft is empty.")
+    seconds_per_token: float = Field(default=0.0, ge=0, description="Added by each draft token.")
 
 
 class StepCost(BaseModel, frozen=True, extra="forbid"):
-    """Step durations by batch size and packed tokens: linear between points, flat before the first, and going on.
+    """Step durations by batch size and packed tokens: linear between points and beyond the last, flat before the first.
 
-    Where the engine pads steps, a step costs what one of the size that it is padded to costs.
+    Where the engine pads steps, a step costs as much as a step of the padded size.
     """
 
-    name: str = Field(default="step cost of a file", description="What was measured: shown beside every figure.")
+    name: str = Field(default="step cost of a file", description="What was measured; shown next to every figure.")
     steps: tuple[StepPoint, ...] = Field(min_length=1, description="At least two points of each batch size.")
     padded_to: tuple[int, ...] = Field(
         default=(),
         description="Ascending numbers of tokens to which the engine pads a step; a larger step is not padded.",
     )
-    draft: DraftCost = Field(default=DraftCost(), description="Of drafting; nothing where it was not measured.")
+    draft: DraftCost = Field(default=DraftCost(), description="Cost of drafting; zero where it was not measured.")
     context_tokens: float = Field(
         default=0.0, ge=0, allow_inf_nan=False, description="Tokens of each text and its prompt before a measured step."
     )
     seconds_per_context_token: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, description="Added to a step by each further one of a text."
+        default=0.0, ge=0, allow_inf_nan=False, description="Added to a step by each further context token of a text."
     )
     seconds_per_draft_context_token: float = Field(
         default=0.0,
         ge=0,
         allow_inf_nan=False,
-        description="Added likewise for each draft token of that text, which attends to them too.",
+        description="Added for each pair of a draft token and a further context token, which it attends to.",
     )
     measured_on: datetime.date | None = Field(default=None, description="The day of the measurement.")
 
@@ -67,15 +67,15 @@ class StepCost(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """Those that have a curve, ascending."""
+        """The measured batch sizes, ascending."""
         return tuple(self._curves)
 
     def seconds(self, batch_size: int, num_tokens: np.ndarray) -> np.ndarray:
-        """Duration of steps of so many packed tokens; raises PoolError where the batch size was not measured."""
+        """Duration of steps of `num_tokens` packed tokens; raises PoolError if the batch size was not measured."""
         return self._on_curve(batch_size, self._padded(np.asarray(num_tokens, float)))
 
     def at_context(self, num_tokens: float) -> "StepCost":
-        """The cost of steps of texts that have so many tokens with their prompts."""
+        """The step cost for texts that have `num_tokens` tokens, prompts included."""
         steps = []
         for step in self.steps:
             num_drafted = np.array(step.num_tokens - step.batch_size)
@@ -86,10 +86,10 @@ class StepCost(BaseModel, frozen=True, extra="forbid"):
     def seconds_between(
         self, batch_size: int, num_drafted: np.ndarray, num_context_tokens: float | None = None
     ) -> np.ndarray:
-        """Duration of steps with so many draft tokens in all, interpolated between the measured batch sizes.
+        """Duration of steps with `num_drafted` draft tokens in all, interpolated between the measured batch sizes.
 
-        A batch beyond the measured ones costs what the nearest one costs with as many draft tokens a sequence. Texts
-        have `num_context_tokens` each, by default as many as when steps were measured.
+        A batch size outside the measured range costs as much as the nearest measured one with the same number of draft
+        tokens per sequence. `num_context_tokens` is the length of each text; by default its length in the measurement.
         """
         sizes = self.batch_sizes
         above = int(np.searchsorted(sizes, batch_size))
@@ -102,9 +102,9 @@ class StepCost(BaseModel, frozen=True, extra="forbid"):
         return self._moved(seconds, batch_size, num_drafted, num_context_tokens)
 
     def text_seconds(self, batch_size: int, num_steps: float, num_drafted: float, num_prompt_tokens: float) -> float:
-        """Seconds of a full batch that a text takes its share of, by counts that no load changes.
+        """A text's share of the seconds of full batches, computed from counts, which no load of the machine changes.
 
-        Tokens of its prompt count as further ones of the largest step that was measured.
+        Each token of its prompt costs as much as a further token in the largest measured step.
         """
         drafted = num_drafted / max(num_steps, 1)
         tokens = np.array([batch_size * (1 + drafted)])
@@ -114,7 +114,7 @@ class StepCost(BaseModel, frozen=True, extra="forbid"):
         return float(num_steps * step / batch_size + num_prompt_tokens * token_s)
 
     def draft_seconds(self, batch_size: int, mean_drafted: ArrayLike) -> np.ndarray:
-        """Seconds that drafting adds to a step, by draft tokens a sequence."""
+        """Seconds that drafting adds to a step, by the mean number of draft tokens per sequence."""
         sequence_s = self.draft.seconds + self.draft.seconds_per_token * np.asarray(mean_drafted)
         return self.draft.seconds_per_step + batch_size * sequence_s
 
@@ -125,7 +125,7 @@ class StepCost(BaseModel, frozen=True, extra="forbid"):
     def _moved(
         self, seconds: np.ndarray, batch_size: int, num_drafted: np.ndarray, num_context_tokens: float
     ) -> np.ndarray:
-        """The duration of steps of texts of another length than the measured ones had."""
+        """The duration of steps whose texts have `num_context_tokens` tokens, not the measured `context_tokens`."""
         token_s = self.seconds_per_context_token * batch_size + self.seconds_per_draft_context_token * num_drafted
         added_s = token_s * (num_context_tokens - self.context_tokens)
         return np.maximum(seconds + added_s, MIN_SHARE * seconds)
@@ -138,7 +138,7 @@ class StepCost(BaseModel, frozen=True, extra="forbid"):
         return np.where(place < len(sizes), sizes[np.minimum(place, len(sizes) - 1)], num_tokens)
 
     def _on_curve(self, batch_size: int, num_tokens: np.ndarray) -> np.ndarray:
-        """Duration of steps that are not padded any more."""
+        """Duration of steps, where `num_tokens` includes the padding."""
         x, y = self._curve(batch_size)
         slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
         return np.interp(num_tokens, x, y) + max(slope, 0.0) * np.maximum(num_tokens - x[-1], 0.0)
@@ -151,7 +151,7 @@ class StepCost(BaseModel, frozen=True, extra="forbid"):
 
     @cached_property
     def _curves(self) -> dict[int, tuple[tuple[float, ...], tuple[float, ...]]]:
-        """Packed tokens and seconds of the points of each batch size, both ascending by tokens."""
+        """Packed tokens and seconds of the points of each batch size, sorted by packed tokens."""
         points = sorted((step.batch_size, step.num_tokens, step.seconds) for step in self.steps)
         by_size = {size: [point[1:] for point in points if point[0] == size] for size, _, _ in points}
         return {size: (x, y) for size, rows in by_size.items() for x, y in [zip(*rows, strict=True)]}
