@@ -1,1 +1,1 @@
-"""From a context to a tree of likely continuations, compiled; `retrieval_pools.draft` is how it is called."""
+"""The compiled code that drafts a tree of likely continuations of a context; `retrieval_pools.draft` calls it."""

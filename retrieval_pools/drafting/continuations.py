@@ -1,8 +1,7 @@
-"""The next tokens of one node: every level asked in turn, its counts blended into one relative count a token.
+"""The next tokens of one node: every level is asked in turn, and the counts are blended to a relative count per token.
 
-Those that may be drafted go to the frontier, a short sorted list whose order leaves nothing to chance. What is drafted
-stays at the head of the list, and the list never grows beyond the size of the tree, so that the last path says what is
-not worth looking at.
+Tokens that may be drafted go to the frontier, a short list of paths in a total, deterministic order. Drafted paths stay
+at its head. The list never grows beyond the size of the tree, so paths below the last one of a full list are skipped.
 """
 
 import numpy as np
@@ -23,9 +22,9 @@ def count_continuations(
 ):  # fmt: skip
     """Ask the levels in turn; each takes its share of what the longer contexts left. Returns the number of candidates.
 
-    A level that has seen its context n times, with u different next tokens, takes n / (n + escape * u) of it. What it
-    may not draft for want of support it leaves to the shorter contexts, which may know the same token from more
-    entities.
+    A level that has seen its context n times, with u different next tokens, takes n / (n + escape * u) of the rest. The
+    share of tokens that it may not draft, because too few entities have them, is left to the shorter contexts, which
+    may know the same token from more entities.
     """
     num_candidates = 0
     if probability < least_acceptance:  # no path is more probable than its parent
@@ -75,9 +74,9 @@ def count_continuations(
 
 @part
 def _candidate(candidates, num_candidates, token, num_seen):
-    """Place of a token among the candidates, and their number with it; place -1 when there is no room.
+    """Find or add a token among the candidates. Returns its place, -1 if there is no room, and their number.
 
-    `num_seen` is how often the context was seen, which is the longest that knows the token where the token is new.
+    `num_seen`, the occurrences of the context, is kept for a new token: the first context is the longest that knows it.
     """
     slot = (np.int64(token) * np.int64(0x9E3779B1) >> 12) & (NUM_SLOTS - 1)
     while candidates.slots[slot] > 0:
@@ -110,9 +109,9 @@ def push_candidates(
     frontier, size, candidates, num_candidates, node, depth, probability, max_nodes, min_acceptance, estimates,
     own_tokens,
 ):  # fmt: skip
-    """Put the likely candidates of the node drafted last on the frontier, and clear them away for the next node.
+    """Put the likely candidates of the node drafted last on the frontier, and empty their hash table for the next node.
 
-    Bounds say without a look at the curves what is out of the question. Returns the frontier's new size.
+    Upper bounds exclude most candidates without reading their curves. Returns the frontier's new size.
     """
     for c in range(num_candidates):
         candidates.slots[candidates.slot_of[c]] = 0
@@ -121,7 +120,7 @@ def push_candidates(
         if probability * most_acceptance(estimates.bounds, relative_count) < least:
             continue
         token = candidates.token[c]
-        if token < 0:  # END, or what is no token: it takes its share of the probability, but is never drafted
+        if token < 0:  # END, or an id that is not a token: it takes its share of the probability, but is never drafted
             continue
         source = candidates.own_source[c] if candidates.own[c] >= candidates.pool[c] else SOURCE_POOL
         kind = kind_of(own_tokens, estimates.frequencies, token, candidates.num_seen[c], depth)
@@ -133,7 +132,7 @@ def push_candidates(
 
 @part
 def _comes_before(frontier, k, probability, token, parent):
-    """Whether place k holds a path to be drafted before this one: more probable, smaller token, earlier parent."""
+    """Whether the path at place k precedes this one: more probable, then smaller token, then earlier parent."""
     if frontier.probability[k] != probability:
         return frontier.probability[k] > probability
     slot = frontier.slots[k]
@@ -144,7 +143,7 @@ def _comes_before(frontier, k, probability, token, parent):
 
 @part
 def least_acceptance(frontier, size, max_nodes, min_acceptance):
-    """What a path must reach to be drafted, as far as is known: less than the last one of a full list never is."""
+    """The probability below which a path is not drafted: `min_acceptance`, or that of the last path of a full list."""
     if size < max_nodes:
         return min_acceptance
     return max(min_acceptance, frontier.probability[size - 1])
@@ -152,10 +151,10 @@ def least_acceptance(frontier, size, max_nodes, min_acceptance):
 
 @part
 def _push_path(frontier, max_nodes, size, probability, parent, source, kind, candidates, c):
-    """Put a path from the node drafted last to candidate c in its place in a list of `size`; a full one drops its last.
+    """Insert the path from the node drafted last to candidate c into a list of `size`; a full list drops its last path.
 
-    A node that is drafted stays where it is, even if the path beyond it is as probable and its token smaller. Returns
-    the new size.
+    Drafted nodes stay where they are, even if a path beyond one is as probable and has a smaller token. Returns the
+    new size.
     """
     k, slot, token = size, size, candidates.token[c]
     if size == max_nodes:
@@ -172,7 +171,7 @@ def _push_path(frontier, max_nodes, size, probability, parent, source, kind, can
     frontier.token[slot], frontier.parent[slot] = token, parent
     frontier.source[slot], frontier.kind[slot], frontier.relative_count[slot] = source, kind, candidates.total[c]
     frontier.has_run[slot] = candidates.has_run[c]
-    for level in range(MAX_LEVELS):  # those that mean nothing too: faster than a look at which they are
+    for level in range(MAX_LEVELS):  # also entries that are not set: copying is faster than checking
         frontier.runs[slot, level, 0] = candidates.runs[c, level, 0]
         frontier.runs[slot, level, 1] = candidates.runs[c, level, 1]
     return size

@@ -1,7 +1,7 @@
-"""From a draft node's relative count to the probability that it is accepted when its parent is.
+"""The curves from a draft node's relative count to the probability that it is accepted if its parent is.
 
-There is a curve for each source and kind of node, given at COUNT_KNOTS; a path's probability is the product along it.
-`calibration/calibrate.py` fits the curves, and `tests/retrieval_pools/slow_drafts.py` reads them slowly.
+There is a curve for each source and kind of node, given at COUNT_KNOTS; a path's probability is the product over its
+nodes. `calibration/calibrate.py` fits the curves; `tests/retrieval_pools/slow_drafts.py` has a slow implementation.
 """
 
 import numpy as np
@@ -9,20 +9,20 @@ import numpy as np
 from laserbatch.retrieval_pools.compiled import part
 from laserbatch.retrieval_pools.sources import NUM_TEXT_SOURCES
 
-LOWEST_EXPONENT = -11  # of the lowest knot: less likely tokens are never drafted
+LOWEST_EXPONENT = -11  # exponent of the lowest knot: less likely tokens are never drafted
 COUNT_KNOTS = np.array(
     [mantissa * 2.0**exponent for exponent in range(LOWEST_EXPONENT, 0) for mantissa in (1.0, 1.5)] + [1.0], np.float32
 )
 NUM_KNOTS = len(COUNT_KNOTS)
-# The kind of a node is that of its token and that of its place in the draft. Of the token: whether it stands in the
-# prompt, whether in the output, and how frequent it is in the pool, by the least share of the pool's positions, as a
-# power of two, of each bin but the first. Of the place: how often the longest context was seen that knows the token,
-# and how many drafted tokens are before it, both by the least number of each bin but the first.
+# The kind of a node combines the kind of its token with the kind of its place in the draft. The token's: whether the
+# prompt has it, whether the output has it, and the bin of its frequency in the pool; FREQUENCY_EXPONENTS has the lower
+# edges of the bins after the first, as log2 of the share of the pool's positions. The place's: bins of how often the
+# longest context that knows the token was seen, and of how many draft tokens precede it; *_EDGES has their lower edges.
 FREQUENCY_EXPONENTS = (-16, -14, -12, -10, -9, -8, -7, -6)
 NUM_FREQUENCIES = len(FREQUENCY_EXPONENTS) + 1
 IN_PROMPT, IN_OUTPUT = 1, 2  # bits
-NUM_OWN_TOKENS = 512  # of the prompt and of the output, the latest ones, in which a token is looked for
-NUM_OWN_SLOTS = 2048  # of the hash table of these; a power of two
+NUM_OWN_TOKENS = 512  # the latest tokens of the prompt, and of the output, in which a token is looked for
+NUM_OWN_SLOTS = 2048  # size of the hash table of these tokens; a power of two
 SEEN_EDGES, DEPTH_EDGES = (2, 4, 32), (1, 2, 3, 7)
 NUM_DEPTHS = len(DEPTH_EDGES) + 1
 NUM_TOKEN_KINDS = (IN_PROMPT + IN_OUTPUT + 1) * NUM_FREQUENCIES
@@ -31,29 +31,29 @@ NUM_KINDS = NUM_TOKEN_KINDS * NUM_PLACES
 CURVES_SHAPE = (NUM_TEXT_SOURCES, NUM_KINDS, NUM_KNOTS)
 IDENTITY_CURVES = np.broadcast_to(COUNT_KNOTS, CURVES_SHAPE).copy()  # relative counts are believed as they are
 IDENTITY_CURVES.flags.writeable = False
-# Knots are the floats whose mantissa has one bit at most: the upper bits of a float32 are the number of its knot.
+# The knots are the floats whose mantissa has at most one bit set: the upper bits of a float32 tell the knot below it.
 _MANTISSA_BITS = 22
 _FIRST_KNOT = (127 + LOWEST_EXPONENT) << 1
 _LOWEST = float(COUNT_KNOTS[0])
 
 
 def token_frequencies(num_occurrences: np.ndarray, num_positions: int) -> np.ndarray:
-    """The bin of how frequent each of n tokens is, uint8[n], by its occurrences int64[n] in a pool.
+    """The frequency bin of each token, uint8[n], from its number of occurrences in a pool, int64[n].
 
-    `num_positions` are those of the pool: its tokens and the ends of its texts.
+    `num_positions` is the number of the pool's positions: its tokens and the ends of its texts.
     """
     least = [-(-max(num_positions, 1) // 2**-exponent) for exponent in FREQUENCY_EXPONENTS]
     return np.searchsorted(least, num_occurrences, side="right").astype(np.uint8)
 
 
 def upper_bounds(curves: np.ndarray) -> np.ndarray:
-    """float32[num knots]: what no curve of `CURVES_SHAPE` makes more of than of relative counts up to each knot."""
+    """The acceptance that none of the curves exceeds for relative counts up to each knot, float32[num knots]."""
     return np.nextafter(np.maximum.accumulate(curves.reshape(-1, NUM_KNOTS).max(axis=0)), np.float32(2))
 
 
 @part
 def most_acceptance(bounds, relative_count):
-    """What no curve gives more than; see `upper_bounds`."""
+    """The acceptance that no curve exceeds for a relative count; see `upper_bounds`."""
     x = np.float32(relative_count)
     if x >= 1:
         return bounds[bounds.shape[0] - 1]
@@ -62,7 +62,7 @@ def most_acceptance(bounds, relative_count):
 
 @part
 def acceptance(curve, relative_count):
-    """What a curve makes of a relative count: linear between the knots, to the origin below them."""
+    """The acceptance that a curve gives for a relative count: linear between the knots, and from the lowest to 0."""
     x = np.float32(relative_count)
     if x >= 1:
         return np.float64(curve[curve.shape[0] - 1])
@@ -90,7 +90,7 @@ def kind_of(own_tokens, frequencies, token, num_seen, depth):
 
 @part
 def note_own_tokens(own_tokens, context, use_prompt, use_output):
-    """Write into an empty table which tokens the prompt and the output have, of each the latest ones."""
+    """Empty the hash table and write into it the latest tokens of the prompt and of the output."""
     num_prompt, num_tokens = context.num_prompt, context.tokens.shape[0]
     own_tokens[:] = 0
     if use_prompt:

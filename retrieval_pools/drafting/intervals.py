@@ -1,8 +1,8 @@
-"""Intervals of a pool's order: where a context occurs, where it goes on with a token, how often, and for whom.
+"""Intervals of a pool's order: where a context occurs, where a given token follows it, how often, and in which group.
 
-Searches do not wait for memory step by step: of a large pool, every place that is looked at is far away. A bisection
-must have one token before it knows which is next. Here several places divide what is left, and all of them are fetched
-before the first is compared: a few waits in place of many.
+In a large pool every place that a search reads is a cache miss, and a bisection must wait for one token before it knows
+which place is next. Here several probes divide the remaining range, and all of them are fetched before the first is
+compared, so a search waits a few times instead of many.
 """
 
 import numpy as np
@@ -11,12 +11,12 @@ from laserbatch.retrieval_pools.compiled import called, fetch, part
 from laserbatch.retrieval_pools.drafting.state import MIN_SAMPLES_BITS
 
 PROBE_BITS = 3
-NUM_PROBES = 1 << PROBE_BITS  # looked at together: what is left is divided by as many
+NUM_PROBES = 1 << PROBE_BITS  # places that are read together and divide the remaining range
 
 
 @part
 def probe_place(low, size, k):
-    """The k-th of the places that divide `size` places from `low` on; of NUM_PROBES or fewer each one."""
+    """The k-th of NUM_PROBES places spread over the `size` places from `low` on; they cover a smaller range fully."""
     return low + (((2 * k + 1) * size) >> (PROBE_BITS + 1))
 
 
@@ -24,7 +24,7 @@ def probe_place(low, size, k):
 def ends_of_run(index, low, high, low_end, high_end, offset, token):
     """Where the places whose next token, `offset` tokens on, is `token` begin and end.
 
-    The first is in the range from `low` to `high`, or at its end; the first with a larger token likewise in the other.
+    The begin is searched from `low` to `high`, and the end from `low_end` to `high_end`, these bounds included.
     """
     while low < high or low_end < high_end:
         size, size_end = high - low, high_end - low_end
@@ -42,7 +42,7 @@ def ends_of_run(index, low, high, low_end, high_end, offset, token):
 
 @part
 def _part_between(low, high, num_before):
-    """Narrow a range, of whose probes the first `num_before` are before the target."""
+    """Narrow a range to the part that holds the target, given that its first `num_before` probes are before it."""
     size = high - low
     begin = probe_place(low, size, num_before - 1) + 1 if num_before > 0 else low
     return begin, probe_place(low, size, num_before) if num_before < NUM_PROBES else high
@@ -50,9 +50,9 @@ def _part_between(low, high, num_before):
 
 @part
 def _compare(index, position, context, known, length):
-    """How the tokens at `position` differ from the last `length` of `context`, of which the first `known` are equal.
+    """Compare the tokens at `position` with the last `length` tokens of `context`; the first `known` are equal.
 
-    Returns the sign of the first difference, and how many tokens are equal before it.
+    Returns the first difference, whose sign matters, and the number of equal tokens before it.
     """
     begin = context.shape[0] - length
     for i in range(known, length):
@@ -70,10 +70,10 @@ def _fetch_probes(index, low, size, known):
 
 @part
 def _num_before(index, low, size, begin, end, context, known, length, beyond):
-    """How many of a range's probes are before those that begin with the context; with `beyond` 1, or begin with it.
+    """The number of a range's probes before those that begin with the context; `beyond` 1 counts these as well.
 
-    The answer is from `begin` to `end`. Also returns how many tokens the nearest probe outside the context's own places
-    shares with it, `known` where none was compared.
+    The number is between `begin` and `end`. Also returns how many tokens the nearest probe that does not begin with the
+    context shares with it; `known` if no such probe was compared.
     """
     shared = known
     while begin < end:
@@ -92,8 +92,8 @@ def _num_before(index, low, size, begin, end, context, known, length, beyond):
 def find_interval(index, context, length):
     """Interval of the positions that begin with the last `length` tokens of `context`.
 
-    Both its ends are searched at once. Places between two that share tokens with the context share them too, so that
-    these are not compared again, and what is fetched is where the next difference may be.
+    Both ends are searched at once. All places between two that share their first tokens with the context share them
+    too, so these tokens are not compared again, and the fetched token is the first that may differ.
     """
     first_token = context[context.shape[0] - length]
     if first_token + 2 >= index.starts.shape[0]:
@@ -101,11 +101,11 @@ def find_interval(index, context, length):
     low, high = np.int64(index.starts[first_token + 1]), np.int64(index.starts[first_token + 2])
     if length == 1:
         return low, high
-    known_before = known_behind = 1  # tokens shared by the nearest places outside what is left
+    known_before = known_behind = 1  # tokens that the nearest places outside the range share with the context
     while low < high:
         size, known = high - low, min(known_before, known_behind)
         _fetch_probes(index, low, size, known)
-        before, behind = 0, NUM_PROBES  # so many probes are known to be before it, the others from here on behind it
+        before, behind = 0, NUM_PROBES  # probes below `before` are before the interval, those from `behind` on after it
         while before < behind:
             middle = (before + behind) >> 1
             sign, num_equal = _compare(index, index.order[probe_place(low, size, middle)], context, known, length)
@@ -129,7 +129,7 @@ def find_interval(index, context, length):
 
 @part
 def _ends_of_context(index, low, high, low_end, high_end, context, length, known_before, known_behind):
-    """Where the places that begin with the context begin and end: each in a range of its own, at both sides of one."""
+    """Where the places that begin with the context begin and end; the two ranges are on both sides of a known one."""
     while low < high or low_end < high_end:
         size, size_end = high - low, high_end - low_end
         if size > 0:
@@ -155,7 +155,7 @@ def narrow_interval(index, first, last, offset, token):
 
 @part
 def narrow_to_run(index, first, last, offset, token, num_samples, begin, end):
-    """The part of an interval whose next token is `token`, of which the samples from `begin` to `end` are known."""
+    """The part of an interval whose next token is `token`, given that its samples `begin` to `end` have that token."""
     stride = sample_stride(num_samples, last - first)
     low = first if begin == 0 else sample_place(first, stride, begin - 1) + 1
     high = sample_place(first, stride, begin)
@@ -166,19 +166,19 @@ def narrow_to_run(index, first, last, offset, token, num_samples, begin, end):
 
 @part
 def num_samples_behind(preference, probability):
-    """Occurrences counted behind a path: what they tell is worth as much as the path is probable."""
+    """The number of occurrences to sample after a path, proportional to its probability, with a lower limit."""
     return max(int(preference.num_samples * probability), preference.num_samples >> MIN_SAMPLES_BITS, 1)
 
 
 @part
 def sample_stride(num_samples, size):
-    """Distance between `num_samples` places spread evenly over an interval, in units of 1 / 65536."""
+    """The distance between `num_samples` places spread evenly over an interval, in units of 1 / 65536."""
     return 1 << 16 if num_samples >= size else (size << 16) // num_samples
 
 
 @part
 def sample_place(first, stride, k):
-    """The k-th of the places: the middle of the k-th part."""
+    """The k-th sampled place: the middle of the k-th part."""
     return first + (((2 * k + 1) * stride) >> 17)
 
 
@@ -190,13 +190,13 @@ def is_supported(index, place, num_tokens):
 
 @part
 def is_of_group(index, place, group):
-    """Whether a place of the order is of a text of a group."""
+    """Whether a place of the order belongs to a text of the group."""
     return (index.group_codes[place] if index.group_codes.shape[0] > 0 else index.wide_codes[place]) == group
 
 
 @part
 def _num_inside(index, preference, first, last):
-    """Occurrences in texts of the group; estimated when there are many."""
+    """The number of occurrences in texts of the group, estimated from samples if there are many."""
     size = last - first
     if size <= 0:
         return 0.0
@@ -211,7 +211,7 @@ def _num_inside(index, preference, first, last):
 
 @part
 def count_seen(index, preference, first, last):
-    """Occurrences that count at all: the evidence, whose group does not make it more."""
+    """The number of occurrences with a weight above 0: the evidence, which group weights do not increase."""
     if preference.outside > 0:
         return float(last - first)
     return _num_inside(index, preference, first, last) if preference.inside > 0 else 0.0
@@ -219,7 +219,7 @@ def count_seen(index, preference, first, last):
 
 @part
 def has_next(index, preference, first, last, length):
-    """Whether anything may be drafted behind the `length` tokens of an interval, as far as its samples tell."""
+    """Whether, judging by samples, any token may be drafted after the `length` tokens of an interval."""
     is_seen = count_seen(index, preference, first, last) > 0
     if not is_seen or index.support.shape[0] == 0:
         return is_seen

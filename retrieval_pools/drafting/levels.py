@@ -1,4 +1,4 @@
-"""Who is asked what comes next, longest context first, and where each stands at every node of the tree."""
+"""The levels that are asked for the next token, longest context first, and their occurrences at every draft node."""
 
 import numpy as np
 
@@ -19,9 +19,9 @@ from laserbatch.retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURC
 
 @part
 def _list_recent(recent, context):
-    """The end of the output, and before it the separator when all of it is there: what is looked up in the pool.
+    """Write to `recent` the end of the output, which is looked up in the pool. Returns the number of tokens.
 
-    Returns the number of its tokens, which it writes into `recent`.
+    If the whole output fits, the separator precedes it.
     """
     num_tokens = context.tokens.shape[0]
     longest = min(context.max_match, num_tokens - context.num_prompt)
@@ -37,7 +37,7 @@ def _list_recent(recent, context):
 
 @part
 def _longest_match(intervals, index, preference, recent):
-    """Length of the longest end of `recent` that the pool can continue: fourfold while it can, then bisected."""
+    """Length of the longest end of `recent` that the pool can continue, found by quadrupling and then by bisection."""
     matched, unmatched = 0, recent.shape[0] + 1
     length = 1
     while length < unmatched:
@@ -55,7 +55,7 @@ def _longest_match(intervals, index, preference, recent):
 
 @part
 def _find(intervals, index, recent, length):
-    """Interval of the last `length` tokens, searched once: `intervals`, int64[max length + 1, 2], has -1 if unknown."""
+    """Interval of the last `length` tokens; `intervals`, int64[max length + 1, 2], caches it and has -1 if unknown."""
     if intervals[length, 0] < 0:
         intervals[length, 0], intervals[length, 1] = find_interval(index, recent, length)
     return intervals[length, 0], intervals[length, 1]
@@ -68,9 +68,9 @@ def _shorter(length):
 
 @part
 def add_pool_levels(levels, lookup, index, preference, context, options):
-    """The longest match, then shorter contexts seen at least twice as often as the last one taken.
+    """Add the longest match, then shorter contexts that were seen at least twice as often as the last one added.
 
-    Returns their number.
+    Returns the number of levels.
     """
     recent, intervals = lookup.recent[: _list_recent(lookup.recent, context)], lookup.intervals
     intervals[:] = -1
@@ -92,7 +92,7 @@ def add_pool_levels(levels, lookup, index, preference, context, options):
 
 @part
 def add_own_levels(levels, num_levels, context, options):
-    """One level for each of the sequence's own texts that knows the output's end. Returns the number of levels."""
+    """Add a level for each of the sequence's own texts that has the output's end. Returns the number of levels."""
     num_prompt, num_tokens = context.num_prompt, context.tokens.shape[0]
     if context.previous.shape[0] > 0:
         end = min(context.previous.shape[0], context.max_tokens)
@@ -117,7 +117,7 @@ def add_own_levels(levels, num_levels, context, options):
 
 @part
 def _insert_own_level(levels, num_levels, source, length, count, escape):
-    """Keep longer contexts first; an own text before the pool at equal length."""
+    """Insert a level so that longer contexts come first, and an own text before the pool at equal length."""
     k = num_levels
     while k > 0:
         is_longer = levels.length[k - 1] > length
@@ -134,14 +134,14 @@ def _insert_own_level(levels, num_levels, source, length, count, escape):
 
 @part
 def init_levels(levels, num_levels):
-    """The levels are known at node 0, and nowhere else."""
+    """Mark the levels as known at node 0, the root."""
     levels.depth[0] = 0
     levels.matched[0] = levels.may_match[0] = (1 << num_levels) - 1
 
 
 @part
 def add_node(levels, node, parent, has_run):
-    """A node is drafted: no level is known there. A level that counted all behind the parent may know only its runs."""
+    """Add a drafted node, with no level known. A level that counted everything at the parent may match only its runs."""
     levels.depth[node] = levels.depth[parent] + 1
     levels.matched[node] = 0
     levels.may_match[node] = levels.may_match[parent] & ~(levels.counted[parent] & ~has_run)
@@ -149,9 +149,9 @@ def add_node(levels, node, parent, has_run):
 
 @part
 def advance_level(levels, level, node, frontier, index, preference, context):
-    """See to it that a level's interval at a drafted node is known, by way of those of the nodes above.
+    """Find a level's interval at a drafted node, if it is unknown, by way of the nodes above.
 
-    Most levels are never asked at most nodes: none is followed before that.
+    A level is followed only when it is asked: most levels are never asked at most nodes.
     """
     bit = 1 << level
     while levels.matched[node] & bit == 0:
@@ -162,7 +162,7 @@ def advance_level(levels, level, node, frontier, index, preference, context):
         if levels.source[level] == SOURCE_POOL:
             offset = levels.length[level] + levels.depth[below] - 1
             first, last = _next_interval(levels, level, frontier, slot, index, offset, preference)
-            if last > first and not is_supported(index, first, offset + 1):  # nor is anything that goes on from it
+            if last > first and not is_supported(index, first, offset + 1):  # nor is any longer n-gram
                 last = first
         else:
             first, last = 0, _follow_own_text(levels, level, below, frontier, slot, context)
@@ -172,10 +172,10 @@ def advance_level(levels, level, node, frontier, index, preference, context):
 
 @part
 def _next_interval(levels, level, frontier, slot, index, offset, preference):
-    """The part of the parent's interval that goes on with the path's token, as far from it as is not known already."""
+    """The part of the parent's interval that goes on with the path's token; what its run says is not searched again."""
     parent, token, bit = frontier.parent[slot], frontier.token[slot], 1 << level
     first, last = np.int64(levels.first[parent, level]), np.int64(levels.last[parent, level])
-    if first >= last or offset + 1 >= index.depth:  # the order is sorted no deeper
+    if first >= last or offset + 1 >= index.depth:  # the order is not sorted by further tokens
         return first, first
     begin, end = np.int64(frontier.runs[slot, level, 0]), np.int64(frontier.runs[slot, level, 1])
     has_run = frontier.has_run[slot] & bit != 0
@@ -190,7 +190,7 @@ def _next_interval(levels, level, frontier, slot, index, offset, preference):
 
 @part
 def _follow_own_text(levels, level, node, frontier, slot, context):
-    """Move on those of the parent's positions where the path's token stands. Returns their number."""
+    """Advance those of the parent's positions that hold the path's token. Returns their number."""
     parent, token, source = frontier.parent[slot], frontier.token[slot], levels.source[level]
     count, end = 0, last_position(context, source)
     for k in range(levels.last[parent, level]):

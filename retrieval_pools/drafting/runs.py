@@ -1,6 +1,6 @@
-"""What one level knows to follow: in the sequence's own texts (previous, prompt and output) and in the pool.
+"""The next tokens that one level knows: in the sequence's own texts (previous, prompt and output) and in the pool.
 
-In the pool an interval is sorted by what follows, so the occurrences of a token are a run.
+An interval of the pool is sorted by the tokens that follow, so the occurrences of a next token form a run.
 """
 
 import numpy as np
@@ -13,9 +13,10 @@ from laserbatch.retrieval_pools.sources import SOURCE_PREVIOUS, SOURCE_PROMPT
 
 @called
 def match_own_text(text, begin, end, is_whole_text, context, positions):
-    """Where the longest end of the output occurs in `text[begin:end]`: length, number, and the latest in `positions`.
+    """Find the longest end of the output that occurs in `text[begin:end]`; returns its length and the number found.
 
-    In a whole text (the previous one) what begins it matches what begins the output, and its end is known.
+    `positions` gets the positions after the latest occurrences. In a whole text (the previous one) the starts of the
+    text and of the output match each other, and END can follow.
     """
     tokens, num_prompt = context.tokens, context.num_prompt
     num_tokens = tokens.shape[0]
@@ -33,7 +34,7 @@ def match_own_text(text, begin, end, is_whole_text, context, positions):
                 break
             length += 1
         if is_whole_text and length < context.max_match and length == j + 1 and num_tokens - length == num_prompt:
-            length += 1  # both begin here
+            length += 1  # the starts of both texts match
         if length > longest:
             longest, count = length, 0
         if length == longest and count < NUM_LOCAL_POSITIONS:
@@ -44,7 +45,7 @@ def match_own_text(text, begin, end, is_whole_text, context, positions):
 
 @part
 def own_token(context, source, position):
-    """The token of an own text, END behind the previous one."""
+    """The token at a position of an own text; END after the last token of the previous text."""
     if source == SOURCE_PREVIOUS:
         return context.previous[position] if position < context.previous.shape[0] else np.int32(END)
     return context.tokens[position]
@@ -60,7 +61,7 @@ def last_position(context, source):
 
 @part
 def list_own_runs(runs, context, source, positions, num_positions):
-    """The tokens at positions of an own text. Returns the number of runs."""
+    """List the tokens at positions of an own text as runs. Returns the number of runs."""
     num_runs = 0
     for k in range(num_positions):
         token = own_token(context, source, positions[k])
@@ -76,17 +77,17 @@ def list_own_runs(runs, context, source, positions, num_positions):
 
 @part
 def list_pool_runs(runs, index, preference, num_samples, first, last, offset):
-    """The tokens `offset` tokens behind the positions of an interval, sampled and weighted when they are many.
+    """List the tokens `offset` tokens after the positions of an interval as runs, from samples if there are many.
 
-    Returns the number of runs, that of occurrences that count at all (the evidence, whose group does not make it more),
-    and whether all of the interval was counted.
+    Returns the number of runs, the number of occurrences with a weight above 0 (the evidence, which group weights do
+    not increase), and whether the whole interval was counted.
     """
     size = last - first
     num_runs, num_seen, is_counted = 0, 0.0, False
     if preference.outside > 0:
         num_seen = float(size)
         num_runs, is_counted = _list_all(runs, index, preference.outside, min(size, num_samples), first, size, offset)
-        if num_runs == 1 and is_counted:  # whoever has it, it takes all
+        if num_runs == 1 and is_counted:  # the only next token takes the whole weight, whatever its groups
             return num_runs, num_seen, is_counted
     if preference.inside != preference.outside:
         num_runs, num_inside = _list_group(runs, num_runs, index, preference, num_samples, first, size, offset)
@@ -97,23 +98,23 @@ def list_pool_runs(runs, index, preference, num_samples, first, last, offset):
 
 @part
 def _list_all(runs, index, weight, num_samples, first, size, offset):
-    """Returns the number of runs, and whether they are all of the interval."""
+    """List the runs of all groups. Returns their number, and whether the whole interval was counted."""
     runs.token[0] = index.tokens[index.order[first] + offset]
     runs.is_drafted[0] = is_supported(index, first, offset + 1)
     runs.begin[0] = 0
-    if runs.token[0] == index.tokens[index.order[first + size - 1] + offset]:  # sorted: so are those between
+    if runs.token[0] == index.tokens[index.order[first + size - 1] + offset]:  # sorted: all between are equal too
         runs.weight[0], runs.end[0] = weight * size, size
         return 1, True
     scale = weight * (size / num_samples)
     stride = sample_stride(num_samples, size)
-    if num_samples < size:  # a large pool's: they are far from each other
+    if num_samples < size:  # in a large pool the samples are far from each other
         for k in range(num_samples):
             fetch(index.tokens, index.order[sample_place(first, stride, k)] + offset)
     run, is_counted = 0, num_samples == size
     last_token = index.tokens[index.order[sample_place(first, stride, 0)] + offset]
-    for k in range(num_samples):  # all of them: they do not wait for one another, as those of a bisection would
+    for k in range(num_samples):  # every sample: their reads do not wait for one another, as a bisection's would
         token = index.tokens[index.order[sample_place(first, stride, k)] + offset]
-        run += token != last_token  # added, not asked: no branch could be foretold
+        run += token != last_token  # added without a branch, which could not be predicted
         if run == NUM_RUNS:
             is_counted = False
             break
@@ -130,7 +131,7 @@ def _list_all(runs, index, weight, num_samples, first, size, offset):
 
 @part
 def _list_group(runs, num_runs, index, preference, num_samples, first, size, offset):
-    """Make the group's occurrences count more, one after the other. Returns the number of runs, and of occurrences."""
+    """Add the extra weight of the group's occurrences to the runs. Returns the number of runs, and of occurrences."""
     num_samples = min(size, num_samples if preference.outside > 0 else preference.num_samples)
     scale = size / num_samples
     weight = scale * (preference.inside - preference.outside)
@@ -145,7 +146,7 @@ def _list_group(runs, num_runs, index, preference, num_samples, first, size, off
         while run < end and runs.token[run] < token:
             run += 1
         target = run
-        if run == end or runs.token[run] != token:  # one that the samples of all texts do not have
+        if run == end or runs.token[run] != token:  # a token that the samples of all texts missed
             target = num_runs - 1
             if num_runs == end or runs.token[target] != token:
                 if num_runs == NUM_RUNS:

@@ -1,7 +1,7 @@
-"""What a draft works on: flat arrays under names, and the limits that size them.
+"""The named flat arrays that the compiled code of a draft works on, and the limits that size them.
 
-Of a pool it is handed two rows of numbers: where its arrays lie, and how much is believed of them. Its eleven read-only
-arrays would take numba microseconds to unpack.
+A pool is passed as two rows of numbers: the addresses of its arrays with whole-number settings, and its weights. numba
+would take microseconds to unpack the read-only arrays themselves.
 """
 
 from collections import namedtuple
@@ -23,20 +23,20 @@ from laserbatch.retrieval_pools.sources import NUM_TEXT_SOURCES
 
 MAX_NODES = 64
 # Shorter contexts are looked up while at least this share of the probability is left to them. It does not depend on the
-# budget, so that estimates do not either and the tree of a smaller budget is the beginning of that of a larger one.
+# budget, so neither do the estimates: the tree of a smaller budget is the beginning of the tree of a larger one.
 MIN_SHARE_LEFT = 1 / 32
-MIN_ACCEPTANCE = 1 / 2048  # the paths not yet drafted exclude each other, so no more than 2048 of them are as likely
-DEPTH_DISCOUNT = 0.5  # of a chain's token, beside one before it that is as likely. Where a text leaves a chain, the
-# next step drafts what comes then: to be wrong early costs a step, to be right late saves little. With 1 (most tokens
-# expected of this step) whole texts took 1 % more steps; with 0.3 to 0.5 they took fewest
+MIN_ACCEPTANCE = 1 / 2048  # the paths not yet drafted exclude each other, so at most 2048 of them are as likely
+DEPTH_DISCOUNT = 0.5  # weight of a chain's token relative to the token before it. When a text leaves the chain, the
+# next step drafts from there: an early wrong token costs a step, a late right token saves little. With 1 (which
+# maximises the expected tokens of this step) whole texts took 1 % more steps; with 0.3 to 0.5 they took fewest
 END = -1  # the separator: the text ends here
-MIN_SAMPLES_BITS = 4  # behind unlikely paths a 16th of the samples is enough
-NUM_LOCAL_POSITIONS = 16  # occurrences of a context followed in each of the sequence's own texts, the latest ones
+MIN_SAMPLES_BITS = 4  # after unlikely paths a 16th of the samples is enough
+NUM_LOCAL_POSITIONS = 16  # latest occurrences of a context that are followed in each of the sequence's own texts
 MAX_LEVELS = 12
 NUM_CANDIDATES = 1024
-NUM_SLOTS = 2048  # of the hash table from token to candidate; a power of two
-NUM_RUNS = NUM_CANDIDATES  # of next tokens of a level
-NO_GROUP, UNKNOWN = -1, -2  # in place of a group: a sequence of none, one of a group that has no texts
+NUM_SLOTS = 2048  # size of the hash table from token to candidate; a power of two
+NUM_RUNS = NUM_CANDIDATES  # largest number of different next tokens of a level
+NO_GROUP, UNKNOWN = -1, -2  # in place of a group code: the sequence has no group, or its group has no texts
 NUM_SEQUENCE_COLUMNS = 8
 CONTEXT_BEGIN, CONTEXT_END, NUM_PROMPT, PREVIOUS_BEGIN, PREVIOUS_END, GROUP, MAX_DEPTH, NUM_NODES = range(
     NUM_SEQUENCE_COLUMNS
@@ -46,10 +46,10 @@ OUT_TOKEN, OUT_PARENT, OUT_LOG_ACCEPTANCE, OUT_SOURCE, OUT_RELATIVE_COUNT, OUT_K
 
 
 class Index(NamedTuple):
-    """The arrays of a pool: `group_codes[k]` belongs to the text of position `order[k]`; see `index.order`.
+    """The arrays of a pool: `group_codes[k]` is the group of the text at position `order[k]`; see `index.order`.
 
-    Likewise `support[k]`, how many tokens from `order[k]` on enough entities have (see `support.py`); None where
-    nothing is kept back.
+    `support[k]` is the number of tokens from `order[k]` on that enough entities have (see `support.py`); `support` is
+    None if the pool may draft every n-gram.
     """
 
     tokens: np.ndarray
@@ -61,13 +61,13 @@ class Index(NamedTuple):
 
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray], depth: int) -> "Index":
-        """The index of arrays by name; `support` may be missing."""
+        """The index made from arrays by name; `support` may be missing."""
         tokens, order, group_codes, starts = (arrays[name] for name in cls._fields[:4])
         return cls(tokens, order, group_codes, starts, arrays.get("support"), depth)
 
 
 class CompiledIndex(NamedTuple):
-    """The same in compiled code: `support` is empty where nothing is kept back, and one array of codes always is."""
+    """`Index` in compiled code: `support` is empty if every n-gram may be drafted; one of the code arrays is empty."""
 
     tokens: np.ndarray
     order: np.ndarray
@@ -79,7 +79,7 @@ class CompiledIndex(NamedTuple):
 
 
 class Estimates(NamedTuple):
-    """What makes probabilities of counts; see `estimate`. `frequencies[token + 1]` is a token's bin."""
+    """The arrays that turn counts into probabilities; see `estimate`. `frequencies[token + 1]` is a token's bin."""
 
     frequencies: np.ndarray
     bounds: np.ndarray
@@ -98,13 +98,13 @@ PLACE, WEIGHT = _Places(*range(len(_Places._fields))), _Weights(*range(len(_Weig
 class PoolHandle(NamedTuple):
     """A pool as the compiled query takes it."""
 
-    places: np.ndarray  # int64, by PLACE: the addresses of its arrays, and the whole numbers of its settings
+    places: np.ndarray  # int64, by PLACE: the addresses and sizes of its arrays, and its whole-number settings
     weights: np.ndarray  # float64, by WEIGHT
-    owners: tuple[Index, Estimates]  # the arrays that lie at these addresses
+    owners: tuple[Index, Estimates]  # the arrays at these addresses, kept alive
 
     @classmethod
     def of(cls, index: Index, curves: np.ndarray, settings: DraftSettings, fitted_escape: float) -> "PoolHandle":
-        """Of arrays that nobody changes; `curves` float32 `estimate.CURVES_SHAPE`."""
+        """The handle of arrays that must not change; `curves` is float32 of `estimate.CURVES_SHAPE`."""
         frequencies = token_frequencies(np.diff(index.starts), len(index.order))
         estimates = Estimates(frequencies, upper_bounds(curves), curves)
         num_positions, is_wide = len(index.order), index.group_codes.dtype == np.uint16
@@ -160,7 +160,6 @@ def index_at(places):
 
 @part
 def estimates_at(places):
-    """What makes probabilities of its counts."""
     return Estimates(
         uint8s_at(places[PLACE.frequencies], places[PLACE.num_starts] - 1),
         float32s_at(places[PLACE.bounds], NUM_KNOTS),
@@ -169,7 +168,7 @@ def estimates_at(places):
 
 
 class Preference(NamedTuple):
-    """How much an occurrence counts in the pool: `inside` texts of the group, `outside` them."""
+    """The weight of an occurrence in the pool: `inside` for texts of the group, `outside` for all others."""
 
     group: int
     inside: float
@@ -178,7 +177,7 @@ class Preference(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The sequence: `tokens[:num_prompt]` is the prompt, the rest the output; `previous` an earlier night's text."""
+    """The sequence: `tokens[:num_prompt]` is the prompt, the rest the output; `previous` is an earlier night's text."""
 
     tokens: np.ndarray
     num_prompt: int
@@ -188,7 +187,7 @@ class Context(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What holds of all sequences of a call; see `DraftSettings` and `draft`."""
+    """The options that all sequences of a call share; see `DraftSettings` and `draft`."""
 
     num_context_lengths: int
     pool_escape: float
@@ -204,26 +203,26 @@ class Options(NamedTuple):
 _NUM_KNOWN = MAX_NODES + 1  # the root, and every node
 _LOOKUP = np.dtype(
     [
-        ("recent", np.int32, (MAX_MATCH_TOKENS,)),  # tokens that are looked up in the pool
-        ("intervals", np.int64, (MAX_MATCH_TOKENS + 1, 2)),  # the interval of each number of them, -1: not yet
+        ("recent", np.int32, (MAX_MATCH_TOKENS,)),  # the last tokens of the output, which are looked up in the pool
+        ("intervals", np.int64, (MAX_MATCH_TOKENS + 1, 2)),  # of the last k of them, in row k; -1: not searched yet
         ("own", np.int32, (NUM_OWN_SLOTS,)),  # hash table of the tokens of prompt and output, see `estimate.kind_of`
     ],
     align=True,
 )
-_LEVELS = np.dtype(  # who is asked, longest context first, and where each stands at every node (node 0: the root)
+_LEVELS = np.dtype(  # the levels, longest context first, and their occurrences at every node (node 0: the root)
     [
         ("source", np.int64, (MAX_LEVELS,)),
         ("length", np.int64, (MAX_LEVELS,)),
         ("escape", np.float64, (MAX_LEVELS,)),
         # The interval of the pool's order that begins with context and path; for the sequence's own texts 0 and the
-        # number of `positions`, where the next token would stand.
+        # number of `positions`, which are those of the possible next tokens.
         ("first", np.int32, (_NUM_KNOWN, MAX_LEVELS)),
         ("last", np.int32, (_NUM_KNOWN, MAX_LEVELS)),
         ("positions", np.int32, (_NUM_KNOWN, NUM_TEXT_SOURCES, NUM_LOCAL_POSITIONS)),
         ("depth", np.int32, (_NUM_KNOWN,)),
-        ("worth", np.float64, (_NUM_KNOWN,)),  # of chains: of the path to it
-        ("path", np.int32, (MAX_NODES,)),  # of a chain, its nodes
-        # A bit for each level: whether those are known there, every occurrence was counted, there may be any.
+        ("worth", np.float64, (_NUM_KNOWN,)),  # chains only: the worth of the path to the node
+        ("path", np.int32, (MAX_NODES,)),  # chains only: the nodes of the chain
+        # One bit per level: its occurrences at the node are known; all of them were counted; there may be some.
         ("matched", np.int32, (_NUM_KNOWN,)),
         ("counted", np.int32, (_NUM_KNOWN,)),
         ("may_match", np.int32, (_NUM_KNOWN,)),
@@ -234,33 +233,33 @@ _CANDIDATES = np.dtype(  # possible next tokens of a node
     [
         ("token", np.int32, (NUM_CANDIDATES,)),
         ("total", np.float64, (NUM_CANDIDATES,)),  # the relative count
-        ("pool", np.float64, (NUM_CANDIDATES,)),  # the pool's part of it
-        ("own", np.float64, (NUM_CANDIDATES,)),  # the largest part of an own text, each of which adds at most once
-        ("own_source", np.uint8, (NUM_CANDIDATES,)),  # whose that is
-        ("num_seen", np.float64, (NUM_CANDIDATES,)),  # how often the longest context that knows it was seen
+        ("pool", np.float64, (NUM_CANDIDATES,)),  # the pool's part of the relative count
+        ("own", np.float64, (NUM_CANDIDATES,)),  # the largest part of one own text, each of which adds at most once
+        ("own_source", np.uint8, (NUM_CANDIDATES,)),  # the source of that own text
+        ("num_seen", np.float64, (NUM_CANDIDATES,)),  # occurrences of the longest context that knows the token
         ("slots", np.int16, (NUM_SLOTS,)),  # hash table from token to c + 1; every draft leaves it empty
-        ("slot_of", np.int16, (NUM_CANDIDATES,)),  # the place of c in it
-        ("runs", np.int32, (NUM_CANDIDATES, MAX_LEVELS, 2)),  # the token's run at a level, as in Runs, where its bit
-        ("has_run", np.int32, (NUM_CANDIDATES,)),  # is set here
+        ("slot_of", np.int16, (NUM_CANDIDATES,)),  # the slot of candidate c
+        ("runs", np.int32, (NUM_CANDIDATES, MAX_LEVELS, 2)),  # `begin` and `end` of the token's run at a level
+        ("has_run", np.int32, (NUM_CANDIDATES,)),  # one bit per level: its entry of `runs` is set
     ],
     align=True,
 )
-_RUNS = np.dtype(  # next tokens of a level: how much each counts, and whether it may be drafted
+_RUNS = np.dtype(  # the next tokens of a level: the weight of each, and whether it may be drafted
     [
         ("token", np.int32, (NUM_RUNS,)),
         ("weight", np.float64, (NUM_RUNS,)),
         ("is_drafted", np.uint8, (NUM_RUNS,)),
-        # Where a pool's run stands in its interval: by the numbers of its samples, or exactly where the whole interval
-        # was counted; 0 and 0 where that is not known.
+        # The run's part of a pool's interval: as numbers of samples, or of places if the whole interval was counted;
+        # 0 and 0 if unknown.
         ("begin", np.int32, (NUM_RUNS,)),
         ("end", np.int32, (NUM_RUNS,)),
     ],
     align=True,
 )
-_FRONTIER = np.dtype(  # paths in the order in which they are drafted: those drafted already, then those that may be
+_FRONTIER = np.dtype(  # paths in the order of drafting: the drafted ones, then those that may be drafted
     [
         ("probability", np.float64, (MAX_NODES,)),
-        ("slots", np.int32, (MAX_NODES,)),  # where the rest of a path stands, all of it its last token's
+        ("slots", np.int32, (MAX_NODES,)),  # index of the path's last token in the arrays below
         ("token", np.int32, (MAX_NODES,)),
         ("parent", np.int32, (MAX_NODES,)),
         ("source", np.int32, (MAX_NODES,)),
@@ -283,8 +282,8 @@ scratch_at = arrays_at(SCRATCH, Scratch, (Lookup, Levels, Candidates, Runs, Fron
 
 
 def new_scratch() -> np.ndarray:
-    """The memory of one thread's drafts, uint8: made anew, its arrays would cost each as much as looking up a context.
+    """The memory for the drafts of one thread, uint8, with an empty hash table of candidates.
 
-    The hash table of candidates is empty.
+    Threads reuse it: allocating one of its arrays costs as much as looking up a context.
     """
     return np.zeros(SCRATCH.itemsize, np.uint8)

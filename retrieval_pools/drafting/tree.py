@@ -1,11 +1,11 @@
-"""From a context to a tree of likely continuations: the compiled part of drafting, as a whole.
+"""The main loop of the compiled part of drafting: from a context to a tree of likely continuations.
 
-A draft asks several *levels* what comes next: the pool at several context lengths, and the sequence's own previous
-text, prompt and output at the longest context each knows. They are blended from the longest context to the shortest,
-each taking a share of the probability that the longer ones left over, by how often it has seen its context and with
-how many different next tokens (escape, as in PPM: Cleary and Witten 1984, Witten and Bell 1991). The most probable path
-is expanded next, until there are enough nodes or none is likely enough. `tests/retrieval_pools/slow_drafts.py` says
-the same slowly.
+A draft asks several *levels* for the next token: the pool at several context lengths, and the sequence's own previous
+text, prompt and output, each at the longest context that it knows. Levels are blended from the longest context to the
+shortest. Each takes a share of the probability that the longer ones left, which depends on how often it has seen its
+context and with how many different next tokens (escape, as in PPM: Cleary and Witten 1984, Witten and Bell 1991). The
+most probable path is expanded next, until there are enough nodes or none is likely enough.
+`tests/retrieval_pools/slow_drafts.py` is a slow, obvious implementation of the same.
 """
 
 from collections.abc import Callable
@@ -37,13 +37,13 @@ def draft_trees(
     places, weights, block, contexts, previous, sequences, use_output, use_prompt, max_nodes, min_acceptance, is_chain,
     outputs,
 ):  # fmt: skip
-    """The most probable continuations of each sequence, best first, into `outputs`: (sequence, OUT_ constant, node).
+    """Write the likeliest continuations of each sequence, best first, to `outputs`: (sequence, OUT_ constant, node).
 
-    With `is_chain` the best one path of them, no longer than the sequence's MAX_DEPTH, and `max_nodes` are looked at.
+    With `is_chain` it searches `max_nodes` nodes and writes the best path, of at most the sequence's MAX_DEPTH tokens.
 
-    `places` and `weights` are those of a `PoolHandle`, `block` a `new_scratch` that no one else uses meanwhile.
-    `sequences` has a row for each, the columns of which are the constants of `state`; how many nodes were drafted
-    is written into it. Made ready by `compiled_draft_trees`.
+    `places` and `weights` are those of a `PoolHandle`; `block` is a `new_scratch` that no other thread uses meanwhile.
+    `sequences` has a row for each sequence, with the columns of `state`; its column NUM_NODES is written. Callers get
+    this function from `compiled_draft_trees`.
     """
     index, estimates = index_at(places), estimates_at(places)
     max_match = places[PLACE.max_match]
@@ -53,7 +53,7 @@ def draft_trees(
         use_output, use_prompt, max_nodes, min_acceptance, is_chain,
     )  # fmt: skip
     scratch = scratch_at(np.int64(block.ctypes.data))
-    # No index into these is below 0 either; see `compiled`.
+    # These arrays are not indexed below 0 either; see `compiled`.
     contexts = int32s_at(np.int64(contexts.ctypes.data), contexts.shape[0])
     previous = int32s_at(np.int64(previous.ctypes.data), previous.shape[0])
     float_outputs = outputs.view(np.float32)
@@ -71,9 +71,9 @@ def draft_trees(
 
 @cache
 def compiled_draft_trees() -> Callable:
-    """`draft_trees` in machine code, of one kind for all callers: read-only arrays would get their own.
+    """`draft_trees`, compiled for one signature; numba would compile it again for arrays that are not read-only.
 
-    It takes seconds the first time on a machine, milliseconds from numba's cache later.
+    This takes seconds the first time on a machine, later milliseconds from numba's cache.
     """
     tokens = types.Array(types.int32, 1, "C", readonly=True)
     sequences, outputs = types.int64[:, ::1], types.int32[:, :, ::1]
@@ -86,7 +86,7 @@ def compiled_draft_trees() -> Callable:
 
 @part
 def preference_of(group, places, weights):
-    """How much each occurrence counts for a sequence of a group: a code, state.NO_GROUP or state.UNKNOWN."""
+    """The weights of occurrences for a sequence; `group` is a group's code, state.NO_GROUP or state.UNKNOWN."""
     inside = outside = 1.0
     if group == state.UNKNOWN:
         inside = outside = weights[WEIGHT.outside]
@@ -97,20 +97,20 @@ def preference_of(group, places, weights):
 
 @called
 def draft_tree(scratch, index, preference, context, options, max_depth, estimates, outputs, float_outputs):
-    """The most probable continuations of one sequence, best first. Returns their number.
+    """Draft the most probable continuations of one sequence, best first. Returns their number.
 
     `outputs`, int32 (NUM_OUTPUTS, max_nodes), gets a row for each of the OUT_ constants; log acceptance and relative
     count are float32s, written through `float_outputs`.
 
-    A chain's worth is the sum of its paths' probabilities, each token's DEPTH_DISCOUNT times that of the one before it.
-    What could not become worth more than the best chain is not looked at: no path is more probable than its beginning.
+    A chain's worth is the sum of the probabilities of the paths to its tokens, weighted by DEPTH_DISCOUNT ** depth. No
+    path is more probable than its beginning, so paths that cannot become worth more than the best chain are skipped.
     """
     lookup, levels, candidates, runs, frontier = scratch
     max_nodes, min_acceptance = options.max_nodes, max(options.min_acceptance, state.MIN_ACCEPTANCE)
     num_levels = add_pool_levels(levels, lookup, index, preference, context, options)
     num_levels = add_own_levels(levels, num_levels, context, options)
     is_first = context.tokens.shape[0] == context.num_prompt and context.previous.shape[0] == 0
-    # How texts begin is what their pool says: that a token stands in the prompt tells less of it than later.
+    # At the beginning of a text, it says less about a token that the prompt has it than it does later.
     note_own_tokens(lookup.own, context, options.use_prompt and not is_first, options.use_output)
     node, probability, size, num_nodes = 0, 1.0, 0, 0  # node 0 is the root, node n the n-th drafted
     best_node, levels.worth[0] = 0, 0.0
@@ -153,11 +153,11 @@ def draft_tree(scratch, index, preference, context, options, max_depth, estimate
 
 @called
 def keep_path(outputs, path, node, length):
-    """Keep of the outputs only the path of `length` nodes to `node`, in its order; node 0 is none. Return `length`."""
+    """Keep only the path of `length` nodes that ends at `node`, in its order, in the outputs. Returns `length`."""
     for place in range(length - 1, -1, -1):
         path[place] = node - 1
         node = outputs[state.OUT_PARENT, node - 1] + 1
-    for place in range(length):  # no node of the path stands before its place there, so none is overwritten too early
+    for place in range(length):  # nodes of the path only move towards the front, so none is overwritten too early
         for output in range(state.NUM_OUTPUTS):
             outputs[output, place] = outputs[output, path[place]]
         outputs[state.OUT_PARENT, place] = place - 1
