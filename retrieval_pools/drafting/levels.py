@@ -141,7 +141,7 @@ def init_levels(levels, num_levels):
 
 @part
 def add_node(levels, node, parent, has_run):
-    """Add a drafted node, with no level known. A level that counted everything at the parent may match only its runs."""
+    """Add a drafted node, with no level known yet. A level that counted all of the parent may match only its runs."""
     levels.depth[node] = levels.depth[parent] + 1
     levels.matched[node] = 0
     levels.may_match[node] = levels.may_match[parent] & ~(levels.counted[parent] & ~has_run)

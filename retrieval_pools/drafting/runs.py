@@ -13,10 +13,9 @@ from laserbatch.retrieval_pools.sources import SOURCE_PREVIOUS, SOURCE_PROMPT
 
 @called
 def match_own_text(text, begin, end, is_whole_text, context, positions):
-    """Find the longest end of the output that occurs in `text[begin:end]`; returns its length and the number found.
+    """The length of the longest end of the output in `text[begin:end]`, and the number of `positions` set.
 
-    `positions` gets the positions after the latest occurrences. In a whole text (the previous one) the starts of the
-    text and of the output match each other, and END can follow.
+    They follow the latest occurrences. In a whole text (the previous one) the starts match too, and END can follow.
     """
     tokens, num_prompt = context.tokens, context.num_prompt
     num_tokens = tokens.shape[0]

@@ -1,1 +1,1 @@
-"""Pools as files: texts laid end to end in the order that drafts are searched by, versioned."""
+"""Pools as files, in versions: texts end to end, and the sorted order of their positions that drafts search."""

@@ -1,6 +1,6 @@
-"""One-dimensional arrays in files: written and read piece by piece, worked on in threads, kept in memory.
+"""One-dimensional arrays in files: writing and reading in pieces, mapping, working in threads, keeping in memory.
 
-The files are `.npy`, byte for byte those of `np.save`.
+The files are `.npy` files with the same bytes as those of `np.save`.
 """
 
 import io
@@ -21,14 +21,14 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 CHUNK_VALUES = 1 << 17
-NUM_THREADS = 2  # of each step of a build; what each has in hand is in memory, and the reader is one thread
+NUM_THREADS = 2  # threads of each step of a build; each has a piece in memory, and a single thread reads the results
 _format = np.lib.format
-# numpy parses a header as Python, which CPython 3.11 sometimes fails at while another thread parses too.
+# numpy parses a header as Python code, which sometimes fails in CPython 3.11 while another thread parses too.
 _header_lock = threading.Lock()
 
 
 class ArrayWriter:
-    """An array that is written as it is made; its length is known when the `with` block ends, which closes the file."""
+    """Writes an array to a file piece by piece. The end of the `with` block writes its length and closes the file."""
 
     def __init__(self, path: Path, dtype: DTypeLike) -> None:
         self._dtype, self._length = np.dtype(dtype), 0
@@ -60,7 +60,7 @@ class ArrayWriter:
 
 
 def read_chunks(path: Path) -> Iterator[np.ndarray]:
-    """The array of a file in pieces of at most CHUNK_VALUES, one of them in memory at a time."""
+    """Yield the array of a file in pieces of at most CHUNK_VALUES values, one of them in memory at a time."""
     with open(path, "rb") as file:
         with _header_lock:
             (length,), dtype = _read_header(file)
@@ -69,9 +69,9 @@ def read_chunks(path: Path) -> Iterator[np.ndarray]:
 
 
 def map_array(path: Path) -> np.ndarray:
-    """The array of a file, memory-mapped and read-only; in memory when it is empty.
+    """The array of a file, read-only and memory-mapped (an empty one is in plain memory).
 
-    Raises ValueError or EOFError where the file is no array.
+    Raises ValueError or EOFError if the file is not an array.
     """
     with _header_lock:
         with open(path, "rb") as file:
@@ -85,16 +85,16 @@ def _read_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype]:
     _format.read_magic(file)
     try:
         shape, _, dtype = _format.read_array_header_1_0(file)
-    except TokenError as error:  # numpy lets it through
+    except TokenError as error:  # numpy does not catch it
         raise ValueError(f"its header cannot be read: {error}") from None
     return shape, dtype
 
 
 def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """`map`, ahead of who reads it by one result a thread and no more: that much is in memory beside what is read.
+    """`map` in NUM_THREADS threads, at most NUM_THREADS results ahead of the reader, which limits the memory.
 
-    Items are taken by the reader's thread, when it asks for a result. An error of the function is raised in the place
-    of its result.
+    The reader's thread takes the items, when it asks for a result. An error of the function is raised in place of its
+    result.
     """
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="pool-build") as threads:
         underway = deque()
@@ -107,11 +107,11 @@ def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Ite
 
 
 def make_resident(arrays: Iterable[np.ndarray], max_bytes: int) -> bool:
-    """Read the pages of mapped arrays before they are needed, unless they are more than `max_bytes`; say whether.
+    """Read the pages of mapped arrays before they are needed, unless they exceed `max_bytes`; returns whether it did.
 
-    A draft reads some hundred far places. Where each of them first has to come from the disk, or has no entry in the
-    page table, drafts take up to milliseconds. The pages are the page cache's: all processes of a machine share them,
-    and the kernel takes them back when it needs them.
+    A draft reads some hundred places that are far apart. While they still have to come from the disk, or have no entry
+    in the page table, a draft takes up to milliseconds. The pages are in the page cache: all processes of a machine
+    share them, and the kernel reclaims them when it needs memory.
     """
     mapped = [array for array in arrays if isinstance(_owner(array), mmap.mmap)]
     if sum(array.nbytes for array in mapped) > max_bytes:
@@ -122,7 +122,7 @@ def make_resident(arrays: Iterable[np.ndarray], max_bytes: int) -> bool:
 
 
 def give_back(*arrays: np.ndarray | None) -> None:
-    """Let go of the pages of mapped arrays, which are read again where they are needed."""
+    """Let go of the pages of mapped arrays; they are read again when they are next used."""
     for array in arrays:
         if isinstance(mapped := _owner(array), mmap.mmap):
             mapped.madvise(mmap.MADV_DONTNEED)

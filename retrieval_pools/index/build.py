@@ -1,8 +1,8 @@
-"""Building a pool from texts: laid end to end, sorted or merged, written, published by one rename.
+"""Building a pool: texts are laid end to end, positions are sorted or merged, and a rename publishes the folder.
 
-Only permanent text belongs in a pool; what a sequence writes tonight is handed to each draft instead. The files depend
-on the texts and their order alone: neither on an older pool whose order was taken over, nor on the memory that was
-allowed, nor on the threads that share the work.
+A pool holds only texts of earlier nights; what a sequence writes tonight is passed to each draft instead. The files
+depend only on the texts and their sequence, not on an older pool whose order is reused, the memory limit or the number
+of threads.
 """
 
 import os
@@ -46,9 +46,9 @@ from laserbatch.retrieval_pools.settings import DraftSettings, PoolSettings
 
 __all__ = ["HeldBack", "PoolText", "PoolTexts", "build_pool", "sync_folder"]
 
-SORT_BYTES_PER_POSITION = 16  # of memory, while they are sorted
-# Sorting takes so much memory beyond a hundred bytes a text, some megabytes, and the tokens' files, which are mapped:
-# the kernel takes their pages back. More positions are sorted in turns, those of one first token together.
+SORT_BYTES_PER_POSITION = 16  # memory that sorting takes per position
+# Memory for sorting, besides a hundred bytes per text, some megabytes, and mapped files, whose pages the kernel can
+# reclaim. More positions than fit are sorted in turns, those of one first token together.
 SORT_MEMORY_BYTES = 512 << 20
 _NONE = np.empty(0, np.int64)
 _GONE = np.iinfo(np.int32).min  # moves every position below 0
@@ -56,10 +56,10 @@ _GONE = np.iinfo(np.int32).min  # moves every position below 0
 
 @dataclass(frozen=True)
 class HeldBack:
-    """Texts of a coming pool by which it is calibrated."""
+    """Texts of the pool to be built that are held back to calibrate it."""
 
-    numbers: Sequence[int]  # theirs, as the pool's texts come
-    calibrate: Callable[[Pool], Calibration | None]  # is handed a pool of all others, which is gone afterwards
+    numbers: Sequence[int]  # their numbers in the sequence of the pool's texts
+    calibrate: Callable[[Pool], Calibration | None]  # gets a temporary pool of all other texts
 
 
 def build_pool(
@@ -77,19 +77,19 @@ def build_pool(
 
     Parameters
     ----------
-    texts : read once.
+    texts : iterated once.
     out_dir : the folder to create; it appears when it is complete.
-    tokenizer_hash : of the tokenizer that made the token ids; a pool is refused under another.
-    previous : an older pool whose texts are in great part these: what they have in common, in the same sequence, is not
-        sorted again. It saves time and changes nothing else; open it with `verify`, for its order is believed. One of
-        another `index_depth` is of no use and left alone.
-    calibration : what replays say of drafts from such a pool, or what is to be replayed; None believes relative counts.
+    tokenizer_hash : hash of the tokenizer that made the token ids; the pool cannot be opened with another.
+    previous : an older pool that shares many texts with this one. Texts that both have in the same sequence are not
+        sorted again, which saves time and changes nothing else. Its order is trusted, so open it with `verify`. A pool
+        of another `index_depth` is ignored.
+    calibration : the result of replays, or the texts to replay; None: relative counts are used as probabilities.
 
     Raises
     ------
     PoolError
-        A text is not a row of token ids (the message numbers it, from 0), there are more groups or
-        tokens than the format holds, the disk is full, or something is at `out_dir` already.
+        A text is not a row of token ids (the message has its number, from 0), there are more groups or tokens than the
+        format holds, the disk is full, or `out_dir` exists already and is not an empty folder.
     """
     settings = DraftSettings.of(settings)
     out_dir = Path(out_dir)
@@ -97,7 +97,7 @@ def build_pool(
         raise PoolError(f"{out_dir} is there already; a pool is never changed. Give another folder or remove it.")
     with (
         staged_folder(out_dir) as folder,
-        tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as in_folder,  # which is removed earlier
+        tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as in_folder,  # removed before the rename
     ):
         scratch = Path(in_folder)
         laid = lay_end_to_end(texts, array_path(folder, "tokens"), with_entities=settings.min_support > 1)
@@ -131,7 +131,7 @@ def build_pool(
 
 
 def _order(laid: LaidTexts, depth: int, previous: Pool | None) -> tuple[Iterator[np.ndarray], int]:
-    """The order of all positions as a stream, an older pool's merged in; and how many texts are sorted."""
+    """The order of all positions as a stream, with an older pool's order merged in, and the number of texts sorted."""
     starts = laid.starts
     is_new = np.ones(laid.num_texts, bool)
     older = None
@@ -163,7 +163,7 @@ def _write_arrays(
     scratch: Path,
     left_out: np.ndarray = _NONE,
 ) -> None:
-    """`order` and, place by place, `group_codes` and `support`; `starts`. Some texts may be left out of the order."""
+    """Write `order`, `group_codes`, `starts` and, if needed, `support`. Texts in `left_out` are not in the order."""
     text_of = TextOf(laid.starts)
     files = {array_path(folder, "group_codes"): laid.group_codes}
     if laid.entity_codes is not None:
@@ -191,7 +191,7 @@ def _write_arrays(
 
 
 def _without(left_out: np.ndarray, laid: LaidTexts, manifest: PoolManifest, folder: Path, scratch: Path) -> Pool:
-    """The pool that is being built, without some texts: their positions do not stand in its order."""
+    """The pool that is being built without the texts in `left_out`: its order does not have their positions."""
     is_included = np.ones(laid.num_texts, bool)
     is_included[left_out] = False
     text_of = TextOf(laid.starts)
@@ -208,7 +208,7 @@ def _without(left_out: np.ndarray, laid: LaidTexts, manifest: PoolManifest, fold
 
 @contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder beside `target`, to be renamed to it in the block; removed if it is still there."""
+    """Yield a temporary folder next to `target`, which the block renames to it; it is removed if it is still there."""
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = temporary_beside(target)
     try:

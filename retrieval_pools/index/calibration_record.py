@@ -1,6 +1,6 @@
-"""What replays say of a pool's drafts, as its manifest keeps it: curves, how well they hold, what each budget gains.
+"""The calibration in a pool's manifest, from replays: acceptance curves, their reliability, the gain of each budget.
 
-Values and their checks only; `calibration/` replays and fits, `drafting/estimate.py` says how a curve is read.
+This module has only the values and their checks; `calibration/` replays and fits, `drafting/estimate.py` reads curves.
 """
 
 import numpy as np
@@ -10,21 +10,21 @@ from laserbatch.retrieval_pools.drafting.estimate import COUNT_KNOTS, IDENTITY_C
 from laserbatch.retrieval_pools.settings import Frozen
 from laserbatch.retrieval_pools.sources import NUM_TEXT_SOURCES
 
-MIN_ACCEPTANCE, MAX_ACCEPTANCE = 1e-4, 0.9999  # nothing is impossible, nothing certain: paths keep an order
+MIN_ACCEPTANCE, MAX_ACCEPTANCE = 1e-4, 0.9999  # no token is impossible or certain, so paths always have an order
 DRAFT_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 MIN_ACCEPTANCES = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9)
-SIZE_KNOTS = (0, *DRAFT_TOKENS)  # tree sizes between which a step's cost is about linear, so counts are kept at them
-# How much a tree of 0, 1, ... nodes counts for each knot: float64[largest + 1, num_knots].
+SIZE_KNOTS = (0, *DRAFT_TOKENS)  # tree sizes at which counts are kept; a step's cost is about linear between them
+# The share with which a tree of 0, 1, ... nodes counts for each knot: float64[largest + 1, num_knots].
 KNOT_SHARES = np.stack(
     [np.interp(np.arange(SIZE_KNOTS[-1] + 1), SIZE_KNOTS, row) for row in np.eye(len(SIZE_KNOTS))], 1
 )
 
 
 class SourceCurve(Frozen):
-    """Acceptance of a source's tokens, given that the parent is accepted, over their relative count x.
+    """Acceptance of a source's tokens as a function of their relative count x, given that the parent is accepted.
 
     The log odds are offset + low * log(x) - high * log(1 - x) (beta calibration: Kull, Silva Filho and Flach 2017,
-    section 4) and the numbers of its token's kind and its place's, see `drafting.estimate`.
+    section 4), plus a term for the kind of the token and one for its place; see `drafting.estimate`.
     """
 
     source: int = Field(ge=0, lt=NUM_TEXT_SOURCES)  # a code of `sources`
@@ -36,7 +36,7 @@ class SourceCurve(Frozen):
 
     @property
     def values(self) -> np.ndarray:
-        """Acceptance at each of COUNT_KNOTS by kind, nondecreasing: float32[NUM_KINDS, NUM_KNOTS]."""
+        """Acceptance of each kind at each of COUNT_KNOTS, nondecreasing: float32[NUM_KINDS, NUM_KNOTS]."""
         count_effects = beta_features(COUNT_KNOTS) @ (self.offset, self.low, self.high)
         kind_effects = np.add.outer(self.of_tokens, self.of_places).ravel()
         values = 1 / (1 + np.exp(-np.add.outer(kind_effects, count_effects)))
@@ -51,30 +51,30 @@ def beta_features(relative_counts: np.ndarray) -> np.ndarray:
 
 
 class Reliability(Frozen):
-    """How well estimates hold on texts that nothing was fitted to.
+    """The error of the estimates on texts that they were not fitted to.
 
-    The `expected_calibration_error` is the mean over drafted tokens of the distance, within their bin, from the mean
-    estimate of the whole path's acceptance to the share of paths accepted (Guo et al. 2017, Eq. 3; 20 bins of equal
-    width).
+    The `expected_calibration_error` compares estimates of a path's acceptance with the share of paths accepted, in 20
+    bins of equal width. It is the mean over draft tokens of the difference between the means of their bin (Guo et al.
+    2017, Eq. 3).
     """
 
     num_texts: int = Field(ge=1)
-    num_nodes: int = Field(ge=0)  # tokens drafted for them
+    num_nodes: int = Field(ge=0)  # tokens that were drafted for these texts
     max_nodes: int
     min_acceptance: float
     expected_calibration_error: float = Field(ge=0)
 
 
 class BudgetCell(Frozen):
-    """One budget: the largest tree, and the least estimated acceptance of a path in it.
+    """One budget: the size of the largest tree, and the least estimated acceptance of a path in it.
 
-    `size_shares` are those of its steps by the size of their trees, at each of SIZE_KNOTS: a tree between two knots
-    counts for each by its nearness. So the mean of anything linear between the knots is exact, the mean size too.
+    `size_shares` are the shares of steps by tree size, at each of SIZE_KNOTS; a tree between two knots is split between
+    them by linear interpolation. So the mean of any function that is linear between the knots is exact.
     """
 
     max_draft_tokens: int = Field(ge=1, le=DRAFT_TOKENS[-1])
     min_acceptance: float = Field(gt=0, le=1)
-    tokens_per_step: float = Field(ge=1)  # what a text grew by in a step, bonus token included
+    tokens_per_step: float = Field(ge=1)  # mean number of tokens of a step, bonus token included
     size_shares: tuple[float, ...] = Field(min_length=len(SIZE_KNOTS), max_length=len(SIZE_KNOTS))
 
     @property
@@ -83,44 +83,44 @@ class BudgetCell(Frozen):
 
 
 class ReplayedBudgets(Frozen):
-    """All budgets of the grid on the same texts."""
+    """The results of all budgets of the grid on the same texts."""
 
     num_texts: int = Field(ge=1)
     num_tokens: int = Field(ge=0)
-    # Of these tokens, those that the form of the answer appended: they take no step, drafted or not.
+    # Number of these tokens that the form of the answer appended: they take no step, with or without drafts.
     num_form: int = Field(default=0, ge=0)
-    cells: tuple[BudgetCell, ...]  # by rising `max_draft_tokens`, then by rising `min_acceptance`
+    cells: tuple[BudgetCell, ...]  # sorted by `max_draft_tokens`, then by `min_acceptance`
 
     @property
     def plain_tokens_per_step(self) -> float:
-        """What a text grows by in a step without drafts: 1, and what the form appends."""
+        """The tokens of a step without drafts: 1, and those that the form appends."""
         num_written = self.num_tokens + self.num_texts  # every text's end is written too
         return num_written / (num_written - self.num_form)
 
 
 class BudgetCurve(Frozen):
-    """Replays under every budget. Where the texts were not written with relaxed drafts, a relaxed run accepts more."""
+    """Replays under every budget. If relaxed drafts did not write the replayed texts, a relaxed run accepts more."""
 
-    sources: tuple[str, ...]  # what drafts came from, of "previous", "prompt", "output" and "pool"
-    new: ReplayedBudgets | None  # texts without an earlier one of their entity; None: no text was replayed so
-    changed: ReplayedBudgets | None = None  # texts of entities that had one; None: there were too few
+    sources: tuple[str, ...]  # the sources drafted from, among "previous", "prompt", "output" and "pool"
+    new: ReplayedBudgets | None  # replays without an earlier text of the entity; None: no text was replayed so
+    changed: ReplayedBudgets | None = None  # replays with an earlier text of the entity; None: there were too few
 
 
 class Calibration(Frozen):
-    """What replays of held-back texts say of a pool's drafts.
+    """The acceptance of a pool's drafts, measured by replaying held-back texts.
 
-    Replays are greedy: a token counts as accepted when it is the text's own. Under a relaxed verifier more is accepted
-    than this says.
+    Replays are greedy: a token counts as accepted if it equals the text's own token. A relaxed verifier accepts more
+    than this.
     """
 
-    pool_escape: float = Field(gt=0)  # see `DraftSettings`: the configured one, or that which accepted most
-    num_texts: int = Field(ge=1)  # that were replayed, and the curves are fitted to
+    pool_escape: float = Field(gt=0)  # see `DraftSettings`: the configured escape, or the one that accepted most
+    num_texts: int = Field(ge=1)  # texts that were replayed and that the curves are fitted to
     num_tokens: int = Field(ge=0)
     sources: tuple[SourceCurve, ...]  # a source that drafted nothing has no curve and is not calibrated
-    reliability: Reliability  # of curves that are fitted to one half of the texts, on the other half
-    budgets: BudgetCurve | None = None  # what each draft budget gained
-    replayed_run: str = ""  # whose texts were replayed, where that is known
-    num_texts_changed: int = Field(default=0, ge=0)  # of the side, written since by runs that kept this calibration
+    reliability: Reliability  # of curves fitted to one half of the texts, measured on the other half
+    budgets: BudgetCurve | None = None  # the gain of each draft budget
+    replayed_run: str = ""  # the run whose texts were replayed, if known
+    num_texts_changed: int = Field(default=0, ge=0)  # texts that later runs wrote without a new calibration
 
     @property
     def curves(self) -> np.ndarray:
@@ -129,7 +129,7 @@ class Calibration(Frozen):
 
 
 def curves_of(sources: tuple[SourceCurve, ...]) -> np.ndarray:
-    """The values of each source's curves, and the identity where there are none: float32 `estimate.CURVES_SHAPE`."""
+    """The values of each source's curves, or the identity if it has none: float32 of `estimate.CURVES_SHAPE`."""
     curves = IDENTITY_CURVES.copy()
     for source in sources:
         curves[source.source] = source.values

@@ -1,4 +1,4 @@
-"""What is written down about a pool, and the check that its files are what was written down."""
+"""The manifest of a pool, and the check that the pool's files match it."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ ARRAY_NAMES: tuple[ArrayName, ...] = ("tokens", "order", "group_codes", "starts"
 
 
 class GroupCounts(TypedDict):
-    """How much text of a pool is of one group: a plain dict, since manifests of runs copy it."""
+    """The amount of text of one group in a pool: a plain dict, since manifests of runs copy it."""
 
     num_texts: int
     num_tokens: int
@@ -44,8 +44,8 @@ class ArrayFile(Frozen):
 class PoolManifest(Frozen):
     """The `manifest.json` of a pool. `groups` are in the order of their codes; nothing depends on the clock.
 
-    `num_tokens` counts the texts' own tokens, without separators. `calibration` is None where relative counts are
-    believed as they are.
+    `num_tokens` counts the texts' own tokens, without separators. If `calibration` is None, relative counts are used as
+    probabilities.
     """
 
     format_version: int
@@ -66,7 +66,7 @@ class PoolManifest(Frozen):
 
 
 def array_names(settings: PoolSettings) -> tuple[ArrayName, ...]:
-    """The arrays that a pool of these settings has; `support` only where something may not be drafted."""
+    """The names of the arrays of a pool with these settings; it has `support` only if `min_support` is above 1."""
     return tuple(name for name in ARRAY_NAMES if name != "support" or settings.min_support > 1)
 
 
@@ -81,7 +81,7 @@ def write_manifest(manifest: PoolManifest, folder: Path) -> None:
 
 
 def read_manifest(folder: Path) -> PoolManifest:
-    """Read `manifest.json`. Raises PoolError where it is missing, of another format, or not a pool's manifest."""
+    """Read `manifest.json`. Raises PoolError if it is missing, of another format, or not a pool's manifest."""
     path = folder / MANIFEST_NAME
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -101,12 +101,12 @@ def read_manifest(folder: Path) -> PoolManifest:
 
 
 def group_code_dtype(num_groups: int) -> np.dtype:
-    """The dtype of a pool's `group_codes`: a byte while there are few."""
+    """The dtype of a pool's `group_codes`: one byte for up to 256 groups."""
     return np.dtype(np.uint8 if num_groups <= 256 else np.uint16)
 
 
 def describe_array(name: ArrayName, folder: Path) -> ArrayFile:
-    """What the manifest says of an array that was written to the pool's folder; its file is read once."""
+    """The manifest's entry for an array that was written to the pool's folder; its file is read once."""
     path = array_path(folder, name)
     return _described(path, map_array(path), sha256_file(path))
 
@@ -114,7 +114,7 @@ def describe_array(name: ArrayName, folder: Path) -> ArrayFile:
 def read_array(folder: Path, name: ArrayName, manifest: PoolManifest, verify: bool) -> np.ndarray:
     """One array of a pool, memory-mapped and read-only; `verify` also compares its SHA-256, which reads all of it.
 
-    Raises PoolError where the file is missing, or is not what the manifest says.
+    Raises PoolError if the file is missing or does not match the manifest.
     """
     path, expected = array_path(folder, name), manifest.arrays.get(name)
     try:
@@ -136,7 +136,7 @@ def _described(path: Path, array: np.ndarray, sha256: str) -> ArrayFile:
 
 
 def tokenizer_hash(folder: Path) -> str:
-    """Hex SHA-256 of the files that decide what a token id means; pools are refused under another one."""
+    """Hex SHA-256 of the files that define the meaning of token ids; a pool of another hash is refused."""
     digest = hashlib.sha256()
     for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model"):
         if (folder / name).is_file():

@@ -1,13 +1,13 @@
-"""The order of all positions of a token array by the text that follows them, sorted and merged.
+"""Sorting the positions of a token array by the text from there on, and merging two such orders.
 
-A position is ordered by the tokens from it up to the separator that ends its text, at most `depth` of them, equal ones
-by position, so its place does not depend on which text comes next. A separator in the first place is the start of the
-text behind it. An order may be of some of the texts of a token array only. Orders come and go as streams of int32
-chunks, so none need be in memory.
+Positions are compared by their tokens up to the separator that ends the text, at most `depth` of them; equal positions
+are in ascending order. So the place of a position does not depend on the text after its own. A separator that is the
+first token is the start of the text after it. An order may have only some of the texts of a token array. Orders are
+streams of int32 chunks, so that none needs to be in memory.
 
-Positions of the same first token are together in the order, so as many first tokens are sorted at a time as there is
-memory for. Two orders, one of which may be an older pool's, are merged by galloping (McIlroy 1993), which takes whole
-stretches of a long one with few comparisons.
+Positions with the same first token are neighbours in the order, so as many first tokens are sorted at a time as fit in
+memory. Two orders, such as an older pool's and that of new texts, are merged by galloping (McIlroy 1993), which takes
+whole stretches of the longer one with few comparisons.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,24 +20,24 @@ from laserbatch.retrieval_pools.index.texts import SEPARATOR
 
 _NO_PLACES = np.empty(0, np.int32)
 _AHEAD = 8  # places whose texts are fetched before they are compared
-_FEW = 12  # places that are compared one with another
+_FEW = 12  # up to this many places are sorted by insertion
 
 
 def sort_texts(
     tokens: np.ndarray, starts: np.ndarray, texts: np.ndarray, first_tokens: np.ndarray, depth: int, max_positions: int
 ) -> Iterator[np.ndarray]:
-    """The order of some texts' positions: those of all others are left out of it.
+    """The order of the positions of some texts.
 
-    The tokens read one after another, those of equal beginnings are sorted by the next (Bentley and Sedgewick 1997).
+    Positions with equal first tokens are sorted by the next token, and so on (Bentley and Sedgewick 1997).
 
     Parameters
     ----------
     tokens : int32[n], all texts laid end to end.
     starts : int32[num_texts + 1], the separators.
     texts : int[m], increasing numbers of the texts to sort.
-    first_tokens : of these texts, see `count_first_tokens`.
-    depth : tokens compared.
-    max_positions : sorted at a time, or all of one first token.
+    first_tokens : result of `count_first_tokens` for these texts.
+    depth : number of tokens compared.
+    max_positions : largest number of positions sorted at a time, unless a single first token has more.
     """
     first, last = 0, len(first_tokens) - 1
     while first < last:
@@ -51,16 +51,16 @@ def sort_texts(
 
 
 def merge(tokens: np.ndarray, first: Iterable[np.ndarray], second: Iterable[np.ndarray], depth: int):
-    """One order, chunk by chunk, of two that are sorted by `depth` tokens and have no position in common."""
+    """Merge two orders that are sorted by `depth` tokens and have no position in common; returns chunks."""
     return in_threads(lambda part: _gallop(tokens, *part, depth), _parts(tokens, first, second, depth))
 
 
 def _parts(
     tokens: np.ndarray, first: Iterable[np.ndarray], second: Iterable[np.ndarray], depth: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Both orders cut in the same places: all of a part comes before all of the next. One of the two may be empty.
+    """Cut both orders into pairs of parts, so that every pair comes before the next pair. One of a pair may be empty.
 
-    The chunk that ends first is taken whole, and of the other what comes before its end.
+    Of two chunks, the one that ends first is taken whole, and the other up to this end.
     """
     streams = filter(len, first), filter(len, second)
     left, right = (next(stream, _NO_PLACES) for stream in streams)
@@ -79,7 +79,7 @@ def _parts(
 def count_first_tokens(tokens, starts, texts, vocab_size):
     """Where each token's positions start in the order of some texts: int32[vocab_size + 2].
 
-    `order[result[t + 1]:result[t + 2]]` are those of token t; the separators before them are those of the token -1.
+    `order[result[t + 1]:result[t + 2]]` has the positions of token t; the separators, as token -1, are in front.
     """
     token_starts = np.zeros(vocab_size + 2, np.int32)
     for k in range(texts.shape[0]):
@@ -92,7 +92,7 @@ def count_first_tokens(tokens, starts, texts, vocab_size):
 
 @cached()
 def _by_first_token(tokens, starts, texts, first_tokens, first, end):
-    """The positions of the tokens from `first` - 1 to `end` - 2, each token's rising."""
+    """The positions of the tokens from `first` - 1 to `end` - 2, sorted by token, then by position."""
     free = first_tokens[first:end] - first_tokens[first]
     order = np.empty(first_tokens[end] - first_tokens[first], np.int32)
     for k in range(texts.shape[0]):
@@ -106,12 +106,12 @@ def _by_first_token(tokens, starts, texts, first_tokens, first, end):
 
 @cached()
 def _sort_each(tokens, order, bounds, depth):
-    """Sort what is between each two bounds, rising and of one first token each."""
+    """Sort the positions between each two bounds, which have one first token and ascend."""
     largest = 0
     for t in range(bounds.shape[0] - 1):
         largest = max(largest, bounds[t + 1] - bounds[t])
     keyed = np.empty(largest, np.int64)
-    waiting = np.empty((largest // _FEW + 1, 3), np.int64)  # parts of many places: bounds, tokens that they share
+    waiting = np.empty((largest // _FEW + 1, 3), np.int64)  # long parts: begin, end, number of tokens they share
     for t in range(bounds.shape[0] - 1):
         num_waiting = _leave_or_insert(tokens, order, bounds[t], bounds[t + 1], 1, depth, waiting, 0)
         while num_waiting > 0:
@@ -133,7 +133,7 @@ def _sort_each(tokens, order, bounds, depth):
 
 @cached()
 def _leave_or_insert(tokens, order, begin, end, shared, depth, waiting, num_waiting):
-    """Sort places that share `shared` tokens, if they are few, else let them wait; return how many parts wait."""
+    """Sort places that share `shared` tokens if they are few, otherwise queue them. Returns the length of the queue."""
     if end - begin > _FEW:
         waiting[num_waiting, 0], waiting[num_waiting, 1], waiting[num_waiting, 2] = begin, end, shared
         return num_waiting + 1
@@ -148,7 +148,7 @@ def _leave_or_insert(tokens, order, begin, end, shared, depth, waiting, num_wait
 
 @cached()
 def _key_by_next(tokens, order, keyed, shared, depth):
-    """Key each place by the first token that not all share, and the place; how many all share, `depth` where enough."""
+    """Key each place by the first token in which they differ. Returns how many tokens all share, or `depth` if done."""
     while shared < depth:
         is_same = True
         for k in range(order.shape[0]):
@@ -164,7 +164,7 @@ def _key_by_next(tokens, order, keyed, shared, depth):
 
 @cached()
 def _common_end(tokens, left, right, depth):
-    """How much of two chunks comes first: the whole one that ends first, and what precedes its end in the other."""
+    """The lengths of the parts of two chunks that come first: all of the one that ends first, the other up to there."""
     _, left_ends_first = _compare(tokens, left[-1], right[-1], 0, depth)
     if left_ends_first:
         return left.shape[0], _num_before(tokens, right, 0, left[-1], depth, right.shape[0])
@@ -173,7 +173,7 @@ def _common_end(tokens, left, right, depth):
 
 @cached()
 def _num_before(tokens, order, begin, position, depth, step):
-    """How many places of `order`, from `begin` on, are before `position`: steps that double, then bisection."""
+    """The number of places of `order` from `begin` on that precede `position`, by doubling steps and then bisection."""
     n = order.shape[0]
     low, high = begin, begin + step - 1
     shared_low = shared_high = 0
@@ -198,12 +198,12 @@ def _num_before(tokens, order, begin, position, depth, step):
 
 @cached()
 def _gallop(tokens, older, added, depth):
-    """Merge two chunks, one of which may be empty: before each added place the older ones that come first."""
+    """Merge two chunks, one of which may be empty: each added place comes after the older ones that precede it."""
     merged = np.empty(older.shape[0] + added.shape[0], np.int32)
     last = older.shape[0] - 1
-    i, usual = 0, 16  # sixteenths of a place: how many older ones there lately were before each
+    i, usual = 0, 16  # 16 times the running mean of the number of older places before each added one
     for j in range(added.shape[0]):
-        for k in range(0, depth, 16):  # that come from memory together
+        for k in range(0, depth, 16):  # 16 tokens share a cache line
             fetch(tokens, added[min(j + 1, added.shape[0] - 1)] + k)
         if last >= 0:
             fetch(tokens, older[min(i + _AHEAD, last)])
@@ -221,11 +221,11 @@ def _gallop(tokens, older, added, depth):
 
 @cached()
 def _compare(tokens, first, second, shared, depth):
-    """How many tokens two positions share, and whether `first` comes before; they are known to share `shared`."""
+    """The number of tokens that two positions share, at least `shared`, and whether `first` precedes `second`."""
     for k in range(shared, depth):
         token = tokens[first + k]
         if token != tokens[second + k]:
             return k, token < tokens[second + k]
-        if token == SEPARATOR and k > 0:  # both texts end; in the first place it is a start
+        if token == SEPARATOR and k > 0:  # both texts end here; as first token a separator is a start
             break
     return depth, first < second

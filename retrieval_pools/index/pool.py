@@ -26,7 +26,7 @@ from laserbatch.retrieval_pools.index.texts import SEPARATOR
 from laserbatch.retrieval_pools.settings import BUILT_SETTINGS, DraftSettings
 
 DEFAULT_POOL_ESCAPE = 1.0  # Witten and Bell's
-_VERIFIED: set[tuple] = set()  # files that this process has compared with their checksums
+_VERIFIED: set[tuple] = set()  # `_lying` of the pools whose files this process has compared with their checksums
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,15 +35,15 @@ class Pool:
 
     Parameters
     ----------
-    folder : where it lies; None for a pool in memory.
-    manifest : what it holds.
+    folder : the pool's folder; None for a pool in memory.
+    manifest : its manifest.
     index : its arrays, read-only; see `drafting.state.Index`.
-    settings : how drafts are estimated; those of the manifest unless `with_settings` changed them.
-    curves : float32 `estimate.CURVES_SHAPE`, what relative counts are worth for each source and kind of node.
-    fitted_escape : the escape of the pool where the settings name none.
-    budgets : what each draft budget gained in the replays of its calibration, where that is known.
-    num_sorted : how many texts its build has sorted, the others standing where an older pool had them; None: it was
-        opened, not built.
+    settings : the settings for drafting; those of the manifest unless `with_settings` changed them.
+    curves : float32 `estimate.CURVES_SHAPE`, acceptance by source, kind of node and relative count.
+    fitted_escape : the escape of the pool if the settings name none.
+    budgets : the gain of each draft budget in the replays of its calibration, if known.
+    num_sorted : the number of texts that its build sorted; the order of the others came from an older pool. None: the
+        pool was opened, not built.
     """
 
     folder: Path | None
@@ -63,17 +63,17 @@ class Pool:
 
         Parameters
         ----------
-        folder : the pool.
-        tokenizer_hash : of the tokenizer that is going to be used; None does not compare.
-        verify : compare the files' checksums and count texts, which reads them, once in a process while they lie as
-            they are; sizes and shapes are always compared.
-        max_resident_bytes : a pool of so many bytes or fewer has its pages there before the first draft; see
-            `arrays.make_resident`. For who is going to draft much: it reads the files, from the disk if need be.
+        folder : the pool's folder.
+        tokenizer_hash : hash of the tokenizer that is going to be used; None: not compared.
+        verify : read the files to compare their checksums and count texts. A process does this once while the files
+            are unchanged; sizes and shapes are always compared.
+        max_resident_bytes : the pages of a pool of at most this size are read before the first draft; see
+            `arrays.make_resident`. Use it if many drafts follow: it reads the files, from the disk if need be.
 
         Raises
         ------
         PoolError
-            The pool is of another tokenizer or format, or a file is missing or damaged.
+            The pool has another tokenizer or format, or a file is missing or damaged.
         """
         folder = Path(folder)
         manifest = read_manifest(folder)
@@ -97,7 +97,7 @@ class Pool:
 
     @classmethod
     def of_arrays(cls, folder: Path | None, manifest: PoolManifest, index: Index) -> "Pool":
-        """A pool of arrays that are known to belong together."""
+        """A pool made of arrays that are known to fit each other; they become read-only."""
         for array in index[:-1]:
             if array is not None:
                 array.flags.writeable = False
@@ -105,27 +105,27 @@ class Pool:
         return pool if manifest.calibration is None else pool.with_calibration(manifest.calibration)
 
     def __getstate__(self) -> dict:
-        """Without what was made for drafting: the addresses of `handle` mean nothing in a copy."""
+        """The fields without cached values: the addresses in `handle` would be wrong in a copy."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether estimates are what replays found right, and not relative counts as they are."""
+        """Whether estimates come from replays; otherwise relative counts are used as probabilities."""
         return self.curves is not IDENTITY_CURVES
 
     @property
     def text_starts(self) -> np.ndarray:
-        """int32[num_texts + 1]: the separator before each text, and the last one; they stand first in the order."""
+        """The position of the separator before each text, and of the last one, int32[num_texts + 1]."""
         last = np.array([len(self.index.tokens) - 1], np.int32)
         return np.append(np.sort(self.index.order[: self.index.starts[1]]), last)
 
     def length_of(self, share: float) -> int:
-        """Tokens that a share of the texts, 0 to 1, do not exceed; 0 without texts."""
+        """The number of tokens that a share of the texts, 0 to 1, does not exceed; 0 without texts."""
         lengths = np.diff(self.text_starts) - 1
         return int(np.quantile(lengths, share, method="inverted_cdf")) if len(lengths) else 0
 
     def with_settings(self, **changes) -> "Pool":
-        """The same texts, queried with other settings (all but those that are in the files)."""
+        """The same pool with other settings; those that its files depend on cannot be changed."""
         for name in BUILT_SETTINGS:
             if name in changes:
                 raise PoolError(f"{name} is fixed when a pool is built; build another pool for another value.")
@@ -133,14 +133,14 @@ class Pool:
         return replace(self, settings=settings)
 
     def with_calibration(self, calibration: Calibration | None) -> "Pool":
-        """The same texts, whose drafts are estimated as replays found right; None: as if there had been none."""
+        """The same pool with the estimates of a calibration; None: as a pool without calibration."""
         if calibration is None:
             return replace(self, curves=IDENTITY_CURVES, fitted_escape=DEFAULT_POOL_ESCAPE, budgets=None)
         fitted = self.with_curves(calibration.curves)
         return replace(fitted, fitted_escape=calibration.pool_escape, budgets=calibration.budgets)
 
     def with_curves(self, curves: np.ndarray) -> "Pool":
-        """The same texts, whose drafts are estimated by other curves: float32 `estimate.CURVES_SHAPE`."""
+        """The same pool with other curves of acceptance: float32 of `estimate.CURVES_SHAPE`."""
         curves = np.ascontiguousarray(curves, np.float32)
         if curves.shape != CURVES_SHAPE:
             raise PoolError(f"curves of acceptance have the shape {CURVES_SHAPE}, not {curves.shape}.")
@@ -152,26 +152,26 @@ class Pool:
         return {name: code for code, name in enumerate(self.manifest.groups)}
 
     def group_code(self, group: str | None) -> int:
-        """A group as `drafting.tree` knows it: `drafting.state.NO_GROUP` for none, UNKNOWN for one without texts."""
+        """A group's code in `drafting.tree`: `drafting.state.NO_GROUP` for None, UNKNOWN if it has no texts."""
         return NO_GROUP if group is None else self._group_codes.get(group, UNKNOWN)
 
     @cached_property
     def handle(self) -> PoolHandle:
-        """All that `drafting.tree` needs to know of a pool, its groups' weights among it."""
+        """The pool in the form that `drafting.tree` takes."""
         return PoolHandle.of(self.index, self.curves, self.settings, self.fitted_escape)
 
 
 def _lying(folder: Path) -> tuple:
-    """What differs when a file of a folder was written since, unless that was within the clock's ticks.
+    """Names, inodes, sizes and times of a folder's files; they differ once a file is rewritten, but for one clock tick.
 
-    It is the same of another folder whose files are these under other names too, as those of unchanged pools are.
+    They are the same for a folder of hard links to these files, which a new version has for an unchanged pool.
     """
     files = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
     return tuple((name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in files)
 
 
 def _check_arrays_fit(folder: Path, manifest: PoolManifest, index: Index) -> None:
-    """The cheap part of a check: lengths, separators at both ends, a table that covers the order."""
+    """Raise PoolError unless lengths, dtypes, both end separators and `starts` fit the manifest; reads few bytes."""
     tokens, order, group_codes, starts, support, _ = index
     num_separators = manifest.num_texts + 1
     fits = (
@@ -192,9 +192,9 @@ def _check_arrays_fit(folder: Path, manifest: PoolManifest, index: Index) -> Non
 
 
 def _check_texts(folder: Path, manifest: PoolManifest, index: Index) -> None:
-    """The part that reads: texts and groups are as many as the manifest says, and places are positions.
+    """Read the files to check the number of texts and the ranges of token ids, positions and group codes.
 
-    In pieces, not as mapped: the pages of a whole pool would count as this process's memory.
+    They are read in pieces, not mapped: the pages of a whole pool would count as this process's memory.
     """
     stops: dict[ArrayName, int]
     stops = {"tokens": manifest.vocab_size, "order": len(index.order), "group_codes": max(len(manifest.groups), 1)}
@@ -217,4 +217,4 @@ def _empty_pool() -> Pool:
     return Pool.of_arrays(None, manifest, Index(*arrays, None, manifest.settings.index_depth))
 
 
-EMPTY_POOL = _empty_pool()  # what a sequence is drafted from when there is no pool
+EMPTY_POOL = _empty_pool()  # used in place of a pool if there is none
