@@ -1,1 +1,1 @@
-"""Estimates held to what became of drafts: replays, curves and tables, with no LLM."""
+"""Calibrating acceptance estimates by replaying texts, without an LLM."""

@@ -1,9 +1,9 @@
-"""Calibrating a pool: texts that it does not hold are replayed, and acceptance is fitted to what became of the drafts.
+"""Calibrating a pool: texts that it does not hold are replayed, and curves of acceptance are fitted to the drafts.
 
-Then they are replayed under many draft budgets at once. Drafts come best first, so what a smaller budget drafts is the
-beginning of what a larger one does: one draft at each position of a text serves them all, and where every budget's walk
-along the text goes is read off. `replay.replay`, one budget at a time, says the same slowly. The caller holds the texts
-back.
+Then the texts are replayed under many draft budgets at once. Drafts have the best nodes first, so the draft of a small
+budget is the beginning of the draft of a larger one: one draft at each position of a text serves all budgets, and the
+steps of every budget along the text follow from these. `replay.replay` does the same slowly, one budget at a time. The
+caller holds the texts back from the pool.
 """
 
 from collections.abc import Sequence
@@ -32,44 +32,44 @@ from laserbatch.retrieval_pools.index.calibration_record import (
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.sources import NUM_TEXT_SOURCES
 
-MAX_TOKENS = 50_000  # replayed, so that the time it takes does not grow with the pool; three times as many gain nothing
-MAX_ESCAPE_TOKENS = 8_000  # of these, for each escape that is tried
-POOL_ESCAPES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # tried where none is configured
-NUM_CALIBRATION_TEXTS = 400  # of a side that a night replays; more of them gain nothing, see MAX_TOKENS
+MAX_TOKENS = 50_000  # tokens replayed: the time does not grow with the pool; three times as many gain nothing
+MAX_ESCAPE_TOKENS = 8_000  # of these tokens, the number replayed for each escape that is tried
+POOL_ESCAPES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # tried if none is configured
+NUM_CALIBRATION_TEXTS = 400  # texts of a side that a night replays; more gain nothing, see MAX_TOKENS
 MIN_TEXTS = 50  # a pool of fewer texts is not calibrated
-TEXTS_PER_HELD_BACK = 5  # at most one text of so many is held back
-INVERSE_PRIOR = 1.0  # variance of what is fitted, before any node; 10 accepts no more and estimates worse of few
-NUM_BINS = 20  # of estimates that are checked
-DIGITS = 5  # of what the manifest keeps
+TEXTS_PER_HELD_BACK = 5  # at most one text in five is held back
+INVERSE_PRIOR = 1.0  # prior variance of the fitted weights; 10 accepts no more, and estimates worse from few nodes
+NUM_BINS = 20  # bins of the estimates that are checked
+DIGITS = 5  # decimals of the numbers in the manifest
 GRID = tuple((size, least) for size in DRAFT_TOKENS for least in MIN_ACCEPTANCES)
-MAX_BUDGET_TOKENS = 10_000  # replayed of each kind of text under all budgets: a draft a token
+MAX_BUDGET_TOKENS = 10_000  # tokens of each kind of text replayed under all budgets; each takes a draft
 MIN_CHANGED_TEXTS = 10
 
 
 def num_held_back(num_texts: int, num_requested: int) -> int:
-    """How many of a pool's texts to hold back: as requested, but a fifth at most, and none of a small pool."""
+    """The number of a pool's texts to hold back: as requested, but at most a fifth, and none of a small pool."""
     return min(num_requested, num_texts // TEXTS_PER_HELD_BACK) if num_texts >= MIN_TEXTS else 0
 
 
 def spread_positions(num_texts: int, num_chosen: int, seed: int = 0) -> np.ndarray:
-    """Positions of texts to replay, spread evenly, all moved by `seed`: int64[min(num_texts, num_chosen)], rising."""
+    """Positions of texts to replay, evenly spread, shifted by `seed`, ascending: int64[min(num_texts, num_chosen)]."""
     num_chosen = min(num_texts, num_chosen)
     offset = np.random.default_rng(seed).random()
     return np.floor((np.arange(num_chosen) + offset) * (num_texts / max(1, num_chosen))).astype(np.int64)
 
 
 def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | None = None) -> Calibration:
-    """Replay texts and fit. The same inputs give the same result.
+    """Replay texts and fit curves of acceptance. The same inputs give the same result.
 
     Parameters
     ----------
-    pool : what is drafted from; it must not hold the texts. Curves that it has already are not used.
-    texts : at least two. Curves fitted to the first, third, ... are checked on the others; what is kept is fitted to
-        all. Of long texts some are left out: about MAX_TOKENS are replayed.
-    options : how the run drafts. The fit looks at trees as large as may be, of less likely paths too, at the positions
-        where such a run drafts: behind a tree that was too small a text is easier to foresee than behind a wrong token.
+    pool : the pool to draft from; it must not hold the texts. Its present curves are not used.
+    texts : at least two. Curves fitted to the first, third, ... are checked on the others; the result is fitted to all.
+        If they are long, some are left out, so that about MAX_TOKENS tokens are replayed.
+    options : the draft options of the run. The fit uses the largest trees, with unlikely paths too, at the positions
+        where such a run drafts: a text is easier to predict where a tree ended than after a wrong token.
 
-    Raises ValueError where there are fewer than two texts.
+    Raises ValueError if there are fewer than two texts.
     """
     if len(texts) < 2:
         raise ValueError(f"{len(texts)} texts to calibrate with; one half is fitted to and the other checked: give two")
@@ -93,17 +93,17 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
 
 
 def fit_sources(nodes: np.ndarray) -> tuple[SourceCurve, ...]:
-    """The curve of each source that drafted: one logistic regression over NODE[n], whose parents are accepted.
+    """The curve of each source that drafted: one logistic regression over NODE[n], nodes whose parents are accepted.
 
-    A kind of token has a number, and so have a kind of token and a kind of place of each source, all held towards 0:
-    what there are few nodes of is as its kind is elsewhere. Odds that a curve would let fall with the count are the
-    same for all.
+    There is a weight for each kind of token, and for each source one more per kind of token and one per kind of place.
+    Regularisation pulls all of them towards 0, so a source with few nodes of a kind of token gets the weight that it
+    has in all sources.
     """
     from scipy.sparse import csr_matrix, hstack
-    from sklearn.linear_model import LogisticRegression  # takes a second to load; who drafts needs it not
+    from sklearn.linear_model import LogisticRegression  # takes a second to load, and drafting does not need it
 
     if len(np.unique(nodes["is_accepted"])) < 2:
-        return ()  # nothing can be told apart
+        return ()  # there is nothing to fit
     sources, (token_kinds, place_kinds) = (
         nodes["source"].astype(np.int64),
         np.divmod(nodes["kind"].astype(np.int64), NUM_PLACES),
@@ -144,7 +144,7 @@ def fit_sources(nodes: np.ndarray) -> tuple[SourceCurve, ...]:
 
 
 def reliability(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions) -> Reliability:
-    """Estimated and realised acceptance of drafts along texts, one at least, that neither pool nor curves have seen."""
+    """Compare estimates with actual acceptance along texts (at least one) that neither the pool nor the curves saw."""
     nodes = replay_nodes(pool, texts, options)
     error = calibration_error(np.exp(nodes["log_acceptance"].astype(np.float64)), nodes["is_accepted"])
     return Reliability(
@@ -157,22 +157,22 @@ def reliability(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions) 
 
 
 def calibration_error(estimates: np.ndarray, is_accepted: np.ndarray) -> float:
-    """Mean distance, in bins of equal width over [0, 1], of float64[n] estimates from the share of bool[n] accepted."""
+    """Mean distance of estimates, float64[n], from the share accepted, bool[n], in bins of equal width over [0, 1]."""
     bin_of = np.minimum((estimates * NUM_BINS).astype(np.int64), NUM_BINS - 1)
     return float(np.abs(np.bincount(bin_of, is_accepted - estimates)).sum() / max(1, len(estimates)))
 
 
 def _with_best_escape(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions) -> Pool:
-    """The pool with the configured escape, or else with that of POOL_ESCAPES whose full trees are accepted most.
+    """The pool with the configured escape, otherwise with that of POOL_ESCAPES whose full trees are accepted most.
 
-    Texts that resemble each other, as one model's do, want a low one, texts of many hands a high one.
+    A low escape is best for texts that resemble each other, as one model's do, a high one for texts of many authors.
     """
     if pool.settings.pool_escape_per_token is not None:
         return pool
     full = replace(options, min_acceptance=0.0)
     texts = _of_bounded_length(texts, MAX_ESCAPE_TOKENS)
     tried = [pool.with_settings(pool_escape_per_token=escape) for escape in POOL_ESCAPES]
-    return max(tried, key=lambda candidate: replay(candidate, texts, full).mean_accepted)  # of equals the lowest
+    return max(tried, key=lambda candidate: replay(candidate, texts, full).mean_accepted)  # the lowest among equals
 
 
 def _of_bounded_length(texts: Sequence[ReplayText], max_tokens: int) -> Sequence[ReplayText]:
@@ -187,9 +187,9 @@ def budget_curve(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions 
 
     Parameters
     ----------
-    pool : calibrated, as it will be drafted from; it must not hold the texts.
-    texts : at least one. Of long ones some are left out: about MAX_BUDGET_TOKENS of each kind are replayed.
-    options : which sources are drafted from; its budget is not looked at.
+    pool : a calibrated pool, as runs draft from it; it must not hold the texts.
+    texts : at least one. If they are long, some are left out: about MAX_BUDGET_TOKENS tokens of each kind are replayed.
+    options : says which sources are drafted from; its budget is ignored.
     """
     options = DraftOptions() if options is None else options
     new = [replace(text, previous_ids=None) for text in texts]
@@ -204,9 +204,9 @@ def budget_curve(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions 
 def with_budgets(
     calibration: Calibration, pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | None = None
 ) -> Calibration:
-    """A calibration that also says what each budget gains, replayed on the texts that it was fitted to.
+    """Add the gain of each budget to a calibration, replayed on the texts that it was fitted to.
 
-    Curves of a few hundred numbers are fitted to tens of thousands of nodes, so that the texts hardly know them.
+    The curves have a few hundred parameters and are fitted to tens of thousands of nodes, so they hardly overfit.
     """
     curve = budget_curve(pool.with_calibration(calibration), texts, options)
     return calibration.model_copy(update={"budgets": curve})
@@ -215,10 +215,10 @@ def with_budgets(
 def replay_budgets(
     pool: Pool | None, text: ReplayText, options: DraftOptions, budgets: Sequence[tuple[int, float]] = GRID
 ) -> np.ndarray:
-    """Steps along one text under each of the budgets, by the size of their trees: float64[num_budgets, num_knots].
+    """The number of steps along one text under each budget, by tree size: float64[num_budgets, num_knots].
 
-    `budgets` are a largest tree and a least acceptance each; those of `options` are not used. A step counts 1 in all,
-    as in `BudgetCell`; each but the last ends with a token that was not drafted.
+    A budget is a largest tree size and a least acceptance; those of `options` are not used. Each step counts 1 in all,
+    split between knots as in `BudgetCell`; each step but the last ends with a token that was not drafted.
     """
     sizes = np.array([size for size, _ in budgets])
     least = np.log([least for _, least in budgets], dtype=np.float32)

@@ -1,8 +1,8 @@
-"""Replaying texts against a pool, with no LLM: what would have been drafted, and how much of it accepted.
+"""Replaying texts against a pool, without an LLM: which tokens would have been drafted, and how many accepted.
 
-A draft is compared with how the text really goes on, as a greedy verifier would whose model had written that text: the
-longest path of the tree that agrees is accepted, one more token is the verifier's own (the bonus), and the next draft
-starts behind it. A relaxed verifier also takes tokens that the text does not have, so a night that verifies so accepts
+A draft is compared with the actual continuation of the text, as by a greedy verifier whose model writes that text. The
+longest path of the tree that agrees is accepted, one more token is the verifier's own (the bonus token), and the next
+draft starts after it. A relaxed verifier also accepts tokens that the text does not have, so a night under it accepts
 more than a replay of its texts.
 """
 
@@ -20,7 +20,7 @@ from laserbatch.retrieval_pools.index.pool import Pool
 NODE = np.dtype(
     [
         ("source", np.uint8),  # a code of `sources`
-        ("relative_count", np.float32),  # share of the token among what follows its parent, before calibration
+        ("relative_count", np.float32),  # share of the token among those that follow its parent, before calibration
         ("kind", np.int32),  # see `drafting.estimate`
         ("log_acceptance", np.float32),  # the draft's own estimate, for the whole path
         ("is_parent_accepted", bool),
@@ -31,16 +31,16 @@ NODE = np.dtype(
 
 @dataclass(frozen=True)
 class ReplayText:
-    """A text and what a draft knew when it was written.
+    """A text, and the data that drafts had when it was written.
 
-    Of `is_form`, bool[m], are the tokens that the form of the answer left no choice of; where a draft does not take
-    them, they are appended without a step. None: no token.
+    `is_form`, bool[m], marks the tokens for which the form of the answer left no choice: if they are not accepted from
+    a draft, they are appended without a step. None: there are no such tokens.
     """
 
-    prompt_ids: np.ndarray  # int32[n], as the model was given it, chat form and all
+    prompt_ids: np.ndarray  # int32[n], as the model got it, in its chat form
     text_ids: np.ndarray  # int32[m], without its end token
     previous_ids: np.ndarray | None = None  # int32[k], the entity's text of an earlier night
-    group: str | None = None  # whose texts count more
+    group: str | None = None  # the group whose texts count more
     is_form: np.ndarray | None = None
 
     @property
@@ -49,7 +49,7 @@ class ReplayText:
 
     @cached_property
     def next_open(self) -> np.ndarray:
-        """int64[m + 1]: the first position from each one on whose token the form did not append, m for the end."""
+        """The first position from each position on whose token the form did not append, int64[m + 1]; m at the end."""
         places = np.arange(len(self.text_ids) + 1)
         if self.is_form is not None:
             places[:-1][self.is_form] = len(self.text_ids)
@@ -57,7 +57,7 @@ class ReplayText:
 
 
 class Tree(Protocol):
-    """What is used of a draft: parents come before their children, -1 is the context's last token."""
+    """The part of a draft that replays use: parents come before their children, -1 is the context's last token."""
 
     @property
     def token_ids(self) -> Sequence[int] | np.ndarray: ...
@@ -72,28 +72,28 @@ TreeT = TypeVar("TreeT", bound=Tree)
 class ReplayStep(Generic[TreeT]):
     """One draft along a text."""
 
-    position: int  # tokens of the text that were known
+    position: int  # number of tokens of the text that were known
     tree: TreeT
-    path: list[int]  # its nodes that the text takes, from the root down, those that are not verified too
+    path: list[int]  # its nodes that agree with the text, from the root down, including nodes that are not verified
     draft_us: float  # microseconds that drafting took
 
 
 @dataclass(frozen=True)
 class Tally:
-    """Counts of replays by text, float64[num_texts] each."""
+    """Counts of replays per text, float64[num_texts] each."""
 
-    num_steps: np.ndarray  # verify steps, the one that only ends the text among them
+    num_steps: np.ndarray  # verify steps, including a last one that only writes the end token
     num_drafted: np.ndarray  # draft tokens
-    num_accepted: np.ndarray  # those of them that the text goes along, and the tokens that its form appended
+    num_accepted: np.ndarray  # accepted draft tokens, and the tokens that the form appended
 
     @property
     def mean_accepted(self) -> float:
-        """AAL over the steps of all texts: accepted draft tokens of a step, the bonus token not counted."""
+        """AAL over the steps of all texts: accepted tokens per step, without the bonus token."""
         return float(self.num_accepted.sum() / max(1, self.num_steps.sum()))
 
 
 def replay(pool: Pool | None, texts: Iterable[ReplayText], options: DraftOptions | None = None) -> Tally:
-    """Draft along texts, none of which is in the pool, and count. The same inputs give the same counts."""
+    """Draft along texts that are not in the pool, and count. The same inputs give the same counts."""
     counts = []
     for text in texts:
         steps = list(pool_steps(pool, text, options))
@@ -108,7 +108,7 @@ def replay_nodes(
     options: DraftOptions | None = None,
     verified: DraftOptions | None = None,
 ) -> np.ndarray:
-    """Draft along texts and keep every drafted token with what became of it: NODE[n]; `verified` as in `pool_steps`."""
+    """Draft along texts and return every draft token and whether it was accepted, NODE[n]; see `pool_steps`."""
     drafts = (_nodes(step) for text in texts for step in pool_steps(pool, text, options, verified))
     return np.concatenate([np.empty(0, NODE), *drafts])
 
@@ -129,8 +129,8 @@ def pool_steps(
 ) -> Iterator[ReplayStep[Draft]]:
     """The drafts along one text, as `draft` makes them for a sequence whose model writes that text.
 
-    `verified` says what of each tree is verified, by its size and its probability alone; the next draft starts behind
-    that. None: all of it.
+    Only `max_nodes` and `min_acceptance` of `verified` are used: they limit which nodes of each tree are verified, and
+    so where the next draft starts. None: all nodes are verified.
     """
     options = DraftOptions() if options is None else options
     context = np.concatenate([text.prompt_ids, text.text_ids]).astype(np.int32)
@@ -160,10 +160,10 @@ def steps_along(
     Parameters
     ----------
     text_ids : int[n], without its end token.
-    draft_after : a draft when so many tokens of the text are known; it alone is timed. It is asked for rising numbers.
-    num_verified : how many of a draft's first nodes are verified; the next draft starts behind what is accepted of
-        those. None: all.
-    next_open : as of a `ReplayText`; None: no token was appended without a step.
+    draft_after : returns a draft, given the number of known tokens of the text, which rises; only this is timed.
+    num_verified : returns the number of a draft's first nodes that are verified; the next draft starts after those
+        accepted. None: all.
+    next_open : as `ReplayText.next_open`; None: no token was appended without a step.
     """
     truth = text_ids.tolist()
     places = range(len(truth) + 1) if next_open is None else next_open.tolist()
@@ -180,10 +180,10 @@ def steps_along(
 
 
 def accepted_path(tree: Tree, truth: Sequence[int], position: int = 0) -> list[int]:
-    """Nodes of the longest path of a draft that a text takes from `position` on."""
+    """The nodes of the longest path of a draft that agrees with the text from `position` on."""
     path: list[int] = []
     place, parent = position, -1
-    token_ids, parents = (  # lists are walked faster
+    token_ids, parents = (  # iterating over lists is faster
         values.tolist() if isinstance(values, np.ndarray) else values for values in (tree.token_ids, tree.parents)
     )
     for node, (token, above) in enumerate(zip(token_ids, parents, strict=True)):

@@ -2,11 +2,11 @@
 
     <root>/CURRENT               the version that the next run opens
     <root>/<version>/user/       a pool; likewise item/; and whatever else the builder puts in (routers)
-    <root>/<version>/checksums.json  of every file of it but the arrays, whose checksums the pools' manifests have
-    <root>/<version>@2/          what was published later under the same name, whole, and takes its place
+    <root>/<version>/checksums.json  checksums of all files but the arrays, whose checksums are in the pools' manifests
+    <root>/<version>@2/          a whole replacement, published later under the same name
 
-A run opens its pools by version, so what is published meanwhile does not reach it. One builder at a time: whoever
-publishes holds the workspace's lock.
+A run opens its pools by version, so versions published meanwhile do not affect it. There is one builder at a time: the
+publisher holds the workspace's lock.
 """
 
 from __future__ import annotations  # `list` is a method below
@@ -49,7 +49,7 @@ class PoolVersion:
     Parameters
     ----------
     pools : the manifests of the sides that have a pool.
-    problem : why it cannot be used, or None. Only manifests and file sizes were looked at.
+    problem : why the version cannot be used, or None. Only manifests and file sizes were checked.
     """
 
     version: str
@@ -61,21 +61,21 @@ class PoolVersion:
 
 @dataclass(frozen=True)
 class GcResult:
-    """What a collection removed, or would remove."""
+    """The versions and leftovers that a garbage collection removed, or would remove."""
 
     versions: tuple[str, ...]  # oldest first
-    num_leftovers: int  # folders and files that dead builders left
-    num_bytes: int  # of it all on disk
+    num_leftovers: int  # number of folders and files that dead builders left
+    num_bytes: int  # bytes freed on disk in all
 
 
 @dataclass(frozen=True)
 class PoolStore:
-    """The pool versions below a folder, which need not be there yet."""
+    """The pool versions in a folder, which need not exist yet."""
 
     root: Path
 
     def current_version(self) -> str | None:
-        """The version that a run should open, None before the first; PoolError where it is not there."""
+        """The version that a run should open; None before the first. Raises PoolError if that version is not there."""
         version = self._pointed_to()
         if version is not None and version not in self._folders():
             raise PoolError(
@@ -85,13 +85,13 @@ class PoolStore:
         return version
 
     def folder(self, version: str) -> Path:
-        """Folder of a version; PoolError where there is none, or a file is gone that it was published with."""
+        """The folder of a version. Raises PoolError if there is none, or one of its published files is missing."""
         return self.read(version, lambda folder: folder)
 
     def read(self, version: str, read: Callable[[Path], Result], *, verify: bool = False) -> Result:
-        """What a function returns of the folder of a version; it is called again if a rebuild replaces that meanwhile.
+        """Return the result of a function of a version's folder; it is called again if a rebuild replaces the folder.
 
-        Raises PoolError as `folder` does and, with `verify`, where a file but an array has changed.
+        Raises PoolError as `folder` does and, with `verify`, if a file other than an array has changed.
         """
         while True:
             folders = self._folders().get(version)
@@ -106,7 +106,7 @@ class PoolStore:
                     raise
 
     def open(self, version: str, side: Side, tokenizer_hash: str | None = None, *, verify: bool = False) -> Pool | None:
-        """The pool of one side; None when the version has none. Raises PoolError as `Pool.open` does."""
+        """The pool of one side; None if the version has none. Raises PoolError as `read` and `Pool.open` do."""
 
         def opened(folder: Path) -> Pool | None:
             has_pool = (folder / side).is_dir()
@@ -115,22 +115,22 @@ class PoolStore:
         return self.read(version, opened, verify=verify)
 
     def verify(self, version: str) -> tuple[Side, ...]:
-        """The sides that have a pool, every file of which was compared with its checksum; PoolError if one differs."""
+        """Compare every file with its checksum; PoolError if one differs. Returns the sides that have a pool."""
         return tuple(side for side in SIDES if self.open(version, side, verify=True) is not None)
 
     def list(self) -> list[PoolVersion]:
-        """Every version, in the order of their names, which begin with the run's date."""
+        """All versions, sorted by name; names begin with the run's date."""
         current = self._pointed_to()
         folders = self._folders()
         return [self._describe(version, paths[-1], version == current) for version, paths in folders.items()]
 
     def use(self, version: str) -> None:
-        """Make a version that is whole the one that the next run opens; a run that is under way keeps its own."""
+        """Verify a version and make it current, for the next run to open; a run that is under way keeps its own."""
         self.verify(version)
         self._point_to(version)
 
     def use_none_of(self, versions: Collection[str]) -> bool:
-        """Make no version the current one, if that is among some; returns whether it was."""
+        """Remove the pointer to the current version if that is one of `versions`; returns whether it was."""
         is_among = self._pointed_to() in versions
         if is_among:
             (self.root / CURRENT_NAME).unlink()
@@ -139,13 +139,13 @@ class PoolStore:
     def collect(self, keep: int, in_use: Collection[str] = (), dry_run: bool = False) -> GcResult:
         """Remove old versions, and what dead builders left. The workspace's lock must be held.
 
-        A version disappears in one step. Who has mapped its files goes on reading them, on this machine.
+        A version disappears in one step. Processes of this machine that have mapped its files can go on reading them.
 
         Parameters
         ----------
-        keep : so many of the newest versions stay, by name, at least 1; the current one is always among them.
-        in_use : versions that stay whatever their age.
-        dry_run : remove nothing, only say what.
+        keep : number of the newest versions, by name, that stay, at least 1; the current one is always among them.
+        in_use : versions that stay at any age.
+        dry_run : remove nothing, only return what would be removed.
         """
         folders = self._folders()
         versions, current = tuple(folders), self._pointed_to()
@@ -163,43 +163,42 @@ class PoolStore:
         return GcResult(old, len(leftovers), num_bytes)
 
     def drop(self, version: str) -> None:
-        """Remove a version, current or not: none is current then. One that is not there is no error."""
+        """Remove a version; if it was current, no version is current then. A missing version is not an error."""
         self.use_none_of([version])
         self._remove(version)
 
     def _remove(self, version: str, but_newest: bool = False) -> None:
-        """Remove the folders of a version, the oldest first: none is what the version holds again after a death."""
+        """Remove the folders of a version, the oldest first: if the process dies, no replaced folder is the version."""
         folders = self._folders().get(version, [])
         for folder in folders[:-1] if but_newest else folders:
             remove_folder(folder)
 
     @contextmanager
     def publish(self, version: str, make_current: bool = True) -> Iterator[Path]:
-        """A folder to build a version's pools in; published and made current when the block ends without an error.
+        """Yield a folder to build a version's pools in; it is published and made current unless the block raises.
 
-        A version is its content: publishing the same again changes nothing but the pointer. Other content under the
-        same name (the version was damaged, or of an older format) takes its place, in one step: at every moment the
-        version is there, as it was or as it becomes.
+        Publishing the same content again changes only the pointer. Other content under the same name (the version was
+        damaged, or of an older format) replaces the old one in one step: readers always find the old or the new one.
 
         Parameters
         ----------
-        version : the name; give it the run's id, which begins with the date and says what was configured.
+        version : the name; give it the run's id, which begins with the date and identifies the configuration.
         make_current : False leaves that to a later `use`.
 
         Yields
         ------
-        The folder, to hold `user/` and `item/` as `build_pool` makes them and what belongs to them.
+        The folder in which to put `user/` and `item/`, as `build_pool` makes them, and files that belong to them.
 
         Raises
         ------
         PoolError, OSError
-            The name cannot be one; the disk is full, and the published versions are untouched.
+            The name is invalid; or the disk is full, and the published versions are untouched.
         """
         if not _VERSION.fullmatch(version) or version == CURRENT_NAME:
             raise PoolError(f"{version!r} cannot name pools; expected letters, digits, dots, dashes and underscores.")
         with staged_folder(self.root / version) as staging:
             yield staging
-            (staging / CHECKSUMS_NAME).unlink(missing_ok=True)  # linked from another version, of which it stays
+            (staging / CHECKSUMS_NAME).unlink(missing_ok=True)  # a hard link to another version's file, which stays
             sums = json.dumps(_content(staging, but=".npy"), indent=1)
             (staging / CHECKSUMS_NAME).write_text(sums + "\n", encoding="utf-8")
             sync_folder(staging)
@@ -235,7 +234,7 @@ class PoolStore:
         return PoolVersion(version, folder, is_current, pools, problem)
 
     def _folders(self) -> dict[str, list[Path]]:
-        """The folders of each version, by its name; the last one holds it and replaced the others."""
+        """The folders of each version, by its name; the last one is its content and replaced the others."""
         paths = [path for path in self.root.iterdir() if path.is_dir()] if self.root.is_dir() else []
         folders: dict[str, list[Path]] = {}
         for path in sorted((path for path in paths if _FOLDER.fullmatch(path.name)), key=_number):
@@ -253,7 +252,7 @@ def _number(folder: Path) -> int:
 
 
 def _require_files(folder: Path, verify: bool) -> None:
-    """PoolError where a file is gone that a version was published with or, with `verify`, has changed."""
+    """Raise PoolError if one of a version's published files is missing or, with `verify`, has changed."""
     path = folder / CHECKSUMS_NAME
     if not path.is_file():  # published by an earlier laserbatch
         return
@@ -269,6 +268,6 @@ def _require_files(folder: Path, verify: bool) -> None:
 
 
 def _content(folder: Path, but: str | None = None) -> dict[str, str]:
-    """Checksum of every file below a folder, `but` those with a suffix; equal for equal content."""
+    """Checksum of every file below a folder, without those of the suffix `but`; equal for equal content."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != but)
     return {str(path.relative_to(folder)): sha256_file(path) for path in files}

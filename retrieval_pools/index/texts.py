@@ -1,8 +1,8 @@
-"""What goes into a pool: texts, checked as they come and laid end to end in a file; known ones found in an older one.
+"""The texts of a pool: checked block by block and laid end to end in a file; known texts are found in an older pool.
 
-A separator stands before the first text, between two, and behind the last. `starts`, int32[num_texts + 1], are the
-positions of the separators: that before each text, and the last one. Only a block of texts is in memory at a time, and
-a few bytes for each text.
+There is a separator before the first text, between two texts, and after the last. `starts`, int32[num_texts + 1], has
+the positions of the separators: the one before each text, and the last one. Only a block of texts, and a few bytes per
+text, are in memory at a time.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from laserbatch.retrieval_pools.index.manifest import GroupCounts, group_code_dt
 SEPARATOR = -1  # smaller than every token id: a text that ends comes before one that goes on
 MAX_GROUPS = 1 << 16
 MAX_POSITIONS = (1 << 31) - 1
-MAX_VOCABULARY = 1 << 24  # a pool has a table of as many rows as the largest id; vocabularies have some 100,000
+MAX_VOCABULARY = 1 << 24  # a pool has a table with a row per id up to the largest; vocabularies have some 100,000
 _BLOCK_TEXTS = 1024
 _STRETCH = 64
 _SEPARATOR = np.array([SEPARATOR], np.int32)
@@ -33,9 +33,9 @@ class PoolText:
 
     Parameters
     ----------
-    token_ids : int32[n], n >= 0, without the end token: where a text ends is known by itself.
+    token_ids : int32[n], n >= 0, without the end token: the pool knows where a text ends.
     group : the group of the entity that it was written for.
-    entity : that entity, for `min_support`: its texts count once. None: an entity with this one text.
+    entity : that entity, for `min_support`: its texts count once. None: the entity has only this text.
     """
 
     token_ids: np.ndarray
@@ -45,25 +45,25 @@ class PoolText:
 
 @dataclass(frozen=True)
 class PoolTexts:
-    """Several of them in columns, as a pool takes them fastest."""
+    """Several texts in columns, the form that a pool is built from fastest."""
 
-    tokens: np.ndarray  # int[n], the texts' and maybe more
+    tokens: np.ndarray  # int[n], the tokens of the texts, possibly among others
     begins: np.ndarray  # int64[num_texts], where each text's tokens begin
     lengths: np.ndarray  # int64[num_texts]
     group_codes: np.ndarray  # int[num_texts], places in `groups`
     groups: Sequence[str]
-    entity_codes: np.ndarray  # int[num_texts], numbers of the entities, the same in all blocks of a pool
+    entity_codes: np.ndarray  # int[num_texts], codes of the entities, the same in all blocks of a pool
 
 
 @dataclass(frozen=True)
 class LaidTexts:
-    """Texts as they lie in a file."""
+    """Texts laid end to end in a file."""
 
     tokens: np.ndarray  # int32[num_positions], mapped: separator, text, separator, text, ..., separator
     starts: np.ndarray  # int32[num_texts + 1], the separators' positions
     group_codes: np.ndarray  # uint8[num_texts] or, with more than 256 groups, uint16
-    entity_codes: np.ndarray | None  # int32[num_texts], where somebody asked for them
-    groups: dict[str, GroupCounts]  # in the order of their codes: as they came
+    entity_codes: np.ndarray | None  # int32[num_texts], if requested
+    groups: dict[str, GroupCounts]  # in the order of their codes, which is that of their first texts
     vocab_size: int
 
     @property
@@ -72,15 +72,15 @@ class LaidTexts:
 
     @property
     def num_tokens(self) -> int:
-        """The texts' own tokens, without separators."""
+        """The number of the texts' own tokens, without separators."""
         return len(self.tokens) - len(self.starts)
 
 
 def lay_end_to_end(texts: Iterable[PoolText] | Iterable[PoolTexts], path: Path, with_entities: bool) -> LaidTexts:
-    """Write all texts' tokens to a `.npy` file and say where each lies; the texts are read once.
+    """Write the tokens of all texts to a `.npy` file and return where each text is; the texts are iterated once.
 
-    `with_entities` also numbers the texts' entities, which are all in memory then. Raises PoolError where a text is not
-    a row of token ids (the message numbers it, from 0), or there are more groups or tokens than a pool holds.
+    `with_entities` also numbers the texts' entities, and keeps all of these in memory. Raises PoolError if a text is
+    not a row of token ids (the message has its number, from 0), or there are more groups or tokens than a pool holds.
     """
     code_of: dict[str, int] = {}
     lengths, codes, entities = ([np.zeros(0, np.int32)] for _ in range(3))
@@ -148,7 +148,7 @@ def _row(text: PoolText, number: int) -> np.ndarray:
 
 
 def _largest_id(block: PoolTexts, num_before: int) -> int:
-    """The largest id of a block of texts; raises PoolError if an id is below 0 or none of a vocabulary."""
+    """The largest id of a block of texts; raises PoolError if an id is below 0 or not below MAX_VOCABULARY."""
     largest, text, token = _checked(block.tokens, block.begins, block.lengths, MAX_VOCABULARY)
     if text >= 0:
         raise PoolError(
@@ -160,7 +160,7 @@ def _largest_id(block: PoolTexts, num_before: int) -> int:
 
 @cached()
 def _checked(tokens, begins, lengths, limit):
-    """The largest id; the first text with a wrong one, -1 for none, and that id."""
+    """The largest id, the first text with an invalid id (-1 if there is none), and that id."""
     largest = -1
     for text in range(begins.shape[0]):
         for i in range(begins[text], begins[text] + lengths[text]):
@@ -180,14 +180,14 @@ def _count_groups(names: list[str], codes: np.ndarray, lengths: np.ndarray) -> d
 
 
 class TextOf:
-    """Which text each position is of, the separator before a text among its own: a sixteenth of a byte a position."""
+    """Finds the text of each position (a separator belongs to the text after it), with 1/16 byte per position."""
 
     def __init__(self, starts: np.ndarray) -> None:
         self._starts = starts
         self._firsts = _texts_of_stretches(starts)
 
     def values(self, per_text: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """The value in `per_text` of the text at each position, int32[n]."""
+        """The value in `per_text` of the text of each position, [n] in the dtype of `per_text`."""
         return _values_of_texts(per_text, self._starts, self._firsts, positions)
 
 
@@ -203,7 +203,7 @@ def _texts_of_stretches(starts):
 
 @cached()
 def _values_of_texts(per_text, starts, firsts, positions):
-    """`firsts` has the text of every so many-th position."""
+    """The value of each position's text; `firsts` has the text of every `_STRETCH`-th position."""
     values = np.empty(positions.shape[0], per_text.dtype)
     for k in range(positions.shape[0]):
         text = firsts[positions[k] // _STRETCH]
@@ -215,7 +215,7 @@ def _values_of_texts(per_text, starts, firsts, positions):
 
 @cached()
 def gather_texts(tokens, begins, lengths):
-    """Texts that lie anywhere in an array end to end in one of their own, int32, separators around them."""
+    """Copy texts from anywhere in an array end to end into a new one, int32, with separators around each."""
     gathered = np.empty(lengths.sum() + lengths.shape[0] + 1, np.int32)
     gathered[0] = SEPARATOR
     end = 1
@@ -231,13 +231,13 @@ def gather_texts(tokens, begins, lengths):
 def find_known_texts(
     tokens: np.ndarray, starts: np.ndarray, old_tokens: np.ndarray, old_starts: np.ndarray
 ) -> np.ndarray:
-    """Which texts of an older array stand in a newer one too, in the same sequence.
+    """Find the texts of an older array that a newer one has too, in the same sequence.
 
-    Texts are told by their tokens. Where the two arrays have them in different sequences, a longest common subsequence
-    is known (of equal texts the k-th is taken for the k-th), so that positions move by a monotone map.
+    Texts are matched by their tokens; the k-th of several equal texts matches the k-th of the newer array. Of the
+    matches only a longest increasing subsequence is returned, so that positions move by a monotone map.
 
-    `starts` are the separators of each array. Returned is the number that each older text has now, int32[number of
-    older texts], increasing where it is not -1: not known.
+    `starts` are the separators of each array. Returns the number of each older text in the newer array, int32[number of
+    older texts], increasing, with -1 for texts without a match.
     """
     num_bits = max(len(old_starts), len(starts)).bit_length()
     old_keys, keys = (_text_keys(*texts, num_bits) for texts in ((old_tokens, old_starts), (tokens, starts)))
@@ -251,7 +251,7 @@ def find_known_texts(
 
 @cached()
 def _text_keys(tokens, starts, num_bits):
-    """uint64[num_texts]: the hash of each text's tokens, and in the lowest bits the text's number."""
+    """The hash of each text's tokens, with the text's number in the lowest `num_bits` bits, uint64[num_texts]."""
     keys = np.empty(starts.shape[0] - 1, np.uint64)
     for text in range(keys.shape[0]):
         value = np.uint64(0xCBF29CE484222325)
@@ -264,9 +264,9 @@ def _text_keys(tokens, starts, num_bits):
 
 @cached()
 def _with_same_hash(old_keys, keys, num_bits):
-    """The newer text with the hash of each older one, of equal hashes the k-th for the k-th: int32; -1 without one.
+    """The newer text with the hash of each older one, int32, -1 if there is none; both arrays of keys ascend.
 
-    Keys ascend.
+    The k-th of several texts with the same hash gets the k-th newer one.
     """
     new_numbers = np.full(old_keys.shape[0], -1, np.int32)
     bits, numbers = np.uint64(num_bits), (np.uint64(1) << np.uint64(num_bits)) - np.uint64(1)
@@ -283,9 +283,9 @@ def _with_same_hash(old_keys, keys, num_bits):
 @cached()
 def _keep_longest_increasing(new_numbers):
     """Set numbers outside a longest increasing subsequence to -1 (patience sorting, O(n log n))."""
-    last_values = np.empty_like(new_numbers)  # by length less one: the smallest last value, and its place
-    last_places = np.empty_like(new_numbers)
-    before = np.empty_like(new_numbers)  # the place before each
+    last_values = np.empty_like(new_numbers)  # [length - 1]: the smallest last value of a subsequence of this length
+    last_places = np.empty_like(new_numbers)  # the place of that value
+    before = np.empty_like(new_numbers)  # the place before each place in its subsequence
     length = 0
     for place in range(new_numbers.shape[0]):
         value = new_numbers[place]
@@ -306,7 +306,7 @@ def _keep_longest_increasing(new_numbers):
 
 @cached()
 def _drop_unequal(new_numbers, old_tokens, old_starts, tokens, starts):
-    """Set matches to -1 whose tokens differ: two texts may have the same hash."""
+    """Set matches whose tokens differ to -1: two texts may have the same hash."""
     for text in range(new_numbers.shape[0]):
         if new_numbers[text] >= 0:
             older = old_tokens[old_starts[text] : old_starts[text + 1]]

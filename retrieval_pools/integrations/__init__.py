@@ -1,1 +1,1 @@
-"""The pools inside other engines, a file each, which that engine alone imports."""
+"""The pools inside other engines: files that only the engine in question imports."""

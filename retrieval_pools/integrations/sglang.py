@@ -1,7 +1,7 @@
-"""Trees from pools inside SGLang: a speculative algorithm of its own, LASERBATCH, over its n-gram worker.
+"""Draft trees from pools inside SGLang: the speculative algorithm LASERBATCH, based on SGLang's n-gram worker.
 
-SGLang finds `register` by the entry point `sglang.srt.plugins` and verifies what is drafted as it does its own n-grams:
-trees, and acceptance thresholds where it is told any. docs/sglang.md says how it is used.
+SGLang finds `register` by the entry point `sglang.srt.plugins`. It verifies the drafts as it verifies its own n-grams:
+as trees, and with acceptance thresholds if any are set. docs/sglang.md describes the use.
 """
 
 import logging
@@ -17,11 +17,11 @@ from laserbatch.retrieval_pools.library import DraftBudget, OpenPool
 logger = logging.getLogger(__name__)
 
 NAME = "LASERBATCH"
-PADDING = 0  # a token below the root where a tree is smaller: the target may choose it as any other
+PADDING = 0  # a child of the root, in place of missing nodes; the target may accept it like any other token
 
 
 class Written(NamedTuple):
-    """A text of a batch: SGLang's name of it, its prompt, what is written of it, and tokens that came after that."""
+    """A text of a batch: SGLang's name for it, its prompt, its output, and the newest tokens not in the output yet."""
 
     name: Hashable
     prompt: Sequence[int]
@@ -30,19 +30,19 @@ class Written(NamedTuple):
 
 
 class PoolTrees:
-    """The trees of a batch, as SGLang's n-gram worker wants them: all of one size, the last token written as the root.
+    """Drafts the trees of a batch for SGLang's n-gram worker: all have one size, and the last written token as root.
 
-    It stands where that worker has its corpus, hence `erase_match_state` and `reset`. A draft that fails is none, is
-    counted (`num_failed`) and logged once; it stops no batch.
+    It takes the place of that worker's corpus, hence `erase_match_state` and `reset`. A failed draft counts as empty,
+    is counted (`num_failed`) and logged once; it does not stop the batch.
 
     Parameters
     ----------
-    model : folder with the tokenizer that the pools were built by.
-    num_nodes : of a tree, the root among them.
+    model : folder with the tokenizer that the pools were built with.
+    num_nodes : number of nodes of a tree, the root included.
     """
 
     def __init__(self, model: str, num_nodes: int) -> None:
-        """Raises PoolError: the pool is of another tokenizer, or anything of the settings is not there."""
+        """Raises PoolError if a pool has another tokenizer, or a file that the settings name is missing."""
         settings = ProposerSettings.read()
         self._opened = [entry.open(model)[:2] for entry in settings]
         self._budget = DraftBudget(num_nodes - 1, settings[0].min_acceptance, "tree")
@@ -51,8 +51,8 @@ class PoolTrees:
         self.num_failed = 0
 
     def draft(self, texts: Sequence[Written]) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens int64[texts * nodes], and for each two nodes of a tree whether the second is above the first or the
-        first itself, bool[texts * nodes * nodes]."""
+        """The trees' tokens, int64[texts * nodes], and for each two nodes of a tree whether the second is the first or
+        an ancestor of it, bool[texts * nodes * nodes]."""
         size = self._num_nodes
         tokens = np.full((len(texts), size), PADDING, np.int64)
         is_above = np.zeros((len(texts), size, size), bool)
@@ -69,14 +69,14 @@ class PoolTrees:
                 tokens[row, 1 : num + 1] = tree.token_ids
                 for node, parent in enumerate(tree.parents.tolist(), 1):
                     is_above[row, node] |= is_above[row, parent + 1]
-        except Exception:  # SGLang goes on without a draft, and a batch is not lost for a fault of ours
+        except Exception:  # SGLang goes on without a draft, so a fault of ours does not lose a batch
             self.num_failed += 1
             if self.num_failed == 1:
                 logger.exception("a draft failed: this step goes on without, and no other failure is logged")
         return tokens.ravel(), is_above.ravel()
 
     def erase_match_state(self, names: Iterable[Hashable]) -> None:
-        """Texts that left the batch; one that comes back is begun anew."""
+        """Forget texts that left the batch; a text that comes back is started anew."""
         for name in names:
             if (pools := self._pool_of.pop(name, None)) is not None:
                 pools.finish(name)
@@ -86,7 +86,7 @@ class PoolTrees:
         self.erase_match_state(list(self._pool_of))
 
     def _follow(self, text: Written) -> None:
-        """Begin a text, or tell its pool what has been written since."""
+        """Start a text, or give its pool the tokens written since the last step."""
         length = len(text.prompt) + len(text.output) + len(text.newest)
         if (pools := self._pool_of.get(text.name)) is not None and len(pools.context(text.name)) > length:
             self.erase_match_state([text.name])
@@ -100,7 +100,7 @@ class PoolTrees:
 
 
 def written_of(batch: Any, num_nodes: int, is_overlapped: bool) -> list[Written]:
-    """The texts of SGLang's batch. Where steps overlap, what the last one accepted is not in `output_ids` yet."""
+    """The texts of SGLang's batch. If steps overlap, `output_ids` does not have the last step's accepted tokens yet."""
     newest: list[list[int]] = [[] for _ in batch.reqs]
     if is_overlapped and not batch.grammar_needs_sync():
         tokens, lengths = batch.spec_info.accept_tokens.tolist(), batch.spec_info.accept_lens.tolist()
@@ -115,12 +115,12 @@ def written_of(batch: Any, num_nodes: int, is_overlapped: bool) -> list[Written]
 def register() -> None:
     """Make `--speculative-algorithm LASERBATCH` known.
 
-    SGLang calls it wherever both are installed, whether or not anybody asked for LASERBATCH: with a version that takes
-    no algorithms of others, or takes them otherwise, it logs a warning and leaves SGLang as it is.
+    SGLang calls it wherever both are installed, even if LASERBATCH is not used. If the version of SGLang takes no other
+    algorithms, or takes them in another way, it logs a warning and leaves SGLang as it is.
     """
     try:
         _register()
-    except Exception as error:  # a version that nobody has seen may raise anything
+    except Exception as error:  # an unknown version may raise anything
         logger.warning(
             "speculative algorithm %s is not available: this SGLang takes none as 0.5.23 does (%s: %s)",
             NAME, type(error).__name__, error,
@@ -136,7 +136,7 @@ def _register() -> None:
     def as_ngram(name: str):
         return lambda self, *arguments, **options: getattr(ngram, name)(*arguments, **options)
 
-    # In all but its drafts it is SGLang's n-gram algorithm, whatever is asked of it.
+    # In all but its drafts it behaves as SGLang's n-gram algorithm.
     alike = {
         name: as_ngram(name)
         for name, member in vars(SpeculativeAlgorithm).items()
@@ -149,13 +149,13 @@ def _register() -> None:
 
 
 def require_pools(server_args: Any) -> None:
-    """Look at all that drafts need before a model loads. Raises PoolError: what is missing, or of another tokenizer."""
+    """Open all that drafts need before a model loads; PoolError if a part is missing or has another tokenizer."""
     for settings in ProposerSettings.read():
         settings.open(server_args.tokenizer_path or server_args.model_path)
 
 
 def worker_class() -> type:
-    """SGLang's n-gram worker with trees from pools; its module wants a GPU, so it is imported here."""
+    """SGLang's n-gram worker with trees from pools; its module needs a GPU, so it is imported here."""
     from sglang.srt.speculative.ngram_worker import NGRAMWorker  # pyright: ignore[reportMissingImports]
 
     class PoolWorker(NGRAMWorker):
@@ -167,6 +167,6 @@ def worker_class() -> type:
             return self.ngram_corpus.draft(written_of(batch, self.draft_token_num, self.enable_overlap))
 
         def _update_ngram_corpus(self, batch: Any) -> None:
-            """A pool stays what it is."""
+            """Does nothing: a pool never changes."""
 
     return PoolWorker

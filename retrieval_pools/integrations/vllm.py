@@ -3,9 +3,9 @@
     speculative_config={"method": "custom_class", "num_speculative_tokens": 8,
                         "model": "laserbatch.retrieval_pools.integrations.vllm.PoolProposer"}
 
-vLLM hands over the tokens of a whole batch and no request ids: a text is known again by its tokens, its group and its
-previous text by its prompt's. vLLM verifies; greedily, what it writes is what it would have written. docs/vllm.md says
-how it is used.
+vLLM passes the tokens of a whole batch, but no request ids: a text is recognised by its tokens, and its group and its
+previous text are found by its prompt. vLLM verifies; with greedy verification the texts are those that it writes
+without drafts. docs/vllm.md describes the use.
 """
 
 import json
@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 
 SETTINGS_VARIABLE = "LASERBATCH_DRAFTS"
 MEASURE = "laserbatch.retrieval_pools.integrations.vllm_steps"
-EVIDENCE = 64.0  # tokens that estimates are worth before any of them was verified here
-UNCHECKED_TRUST = 0.5  # in estimates of a pool that was never calibrated
+EVIDENCE = 64.0  # number of expected tokens that count as verified at the start
+UNCHECKED_TRUST = 0.5  # initial trust in the estimates of a pool that was never calibrated
 
 
 def _fault(error: Exception) -> str:
-    """Describe what is wrong with a file; for a wrong key, by its name and value."""
+    """Describe what is wrong with a file; a wrong key by its name and value."""
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors(include_url=False)[0]
@@ -44,9 +44,9 @@ def _fault(error: Exception) -> str:
 
 
 def read_step_cost(path: Path) -> StepCost:
-    """The step cost that `vllm_steps` wrote.
+    """Read the step cost that `vllm_steps` wrote.
 
-    Raises PoolError where the file is not there or holds something else: at which key, and what is there.
+    Raises PoolError if the file is missing or holds something else; the message names the key and its value.
     """
     try:
         return StepCost.model_validate_json(path.read_bytes())
@@ -55,21 +55,21 @@ def read_step_cost(path: Path) -> StepCost:
 
 
 class ProposerSettings(BaseModel, frozen=True, extra="forbid"):
-    """The file that LASERBATCH_DRAFTS names, a JSON object; its paths are relative to the file.
+    """The JSON object in the file that LASERBATCH_DRAFTS names; its paths are relative to the file.
 
-    A list of them is of several pools: a prompt is of the one whose routes know it, or of the first.
+    The file may have a list of them for several pools: a prompt uses the one whose routes know it, or the first.
     """
 
     pools: Path  # a workspace's `pools` folder
     side: Literal["user", "item"]
-    version: str | None = None  # None: the current one
-    routes: Path | None = None  # `routing.route_table`; None: all texts count the same, and there are no previous ones
-    step_cost: Path | None = None  # as `vllm_steps` measures it; None: all that is likely enough is drafted
-    min_acceptance: float = Field(default=0.05, ge=0, le=1)  # tokens whose path is estimated less likely are left out
+    version: str | None = None  # None: the current version
+    routes: Path | None = None  # `routing.route_table`; None: all texts count the same, and there are no previous texts
+    step_cost: Path | None = None  # as `vllm_steps` measures it; None: every token that is likely enough is drafted
+    min_acceptance: float = Field(default=0.05, ge=0, le=1)  # tokens with a lower estimate of their path are left out
 
     @classmethod
     def read(cls) -> "tuple[ProposerSettings, ...]":
-        """Read the file that LASERBATCH_DRAFTS names. Raises PoolError: which key of it is wrong, and what is there."""
+        """Read the file that LASERBATCH_DRAFTS names. Raises PoolError, which names a wrong key and its value."""
         if SETTINGS_VARIABLE not in os.environ:
             raise PoolError(f"{SETTINGS_VARIABLE} is not set; it names the JSON file that says what to draft from")
         path = Path(os.environ[SETTINGS_VARIABLE])
@@ -87,7 +87,7 @@ class ProposerSettings(BaseModel, frozen=True, extra="forbid"):
         return self.model_copy(update={name: folder / path for name, path in paths.items() if path is not None})
 
     def open(self, model: Path | str) -> tuple[OpenPool, RouteTable | None, StepCost | None]:
-        """All that they name. Raises PoolError where one is not there, or the pool is of another tokenizer."""
+        """Open the named files. Raises PoolError if one is missing, or the pool has another tokenizer."""
         expected = tokenizer_hash(Path(model))
         pools = open_pool(self.pools, self.side, self.version, tokenizer_hash=expected)
         routes = None if self.routes is None else RouteTable(self.routes)
@@ -95,7 +95,7 @@ class ProposerSettings(BaseModel, frozen=True, extra="forbid"):
 
 
 def started(name: Hashable, prompt: np.ndarray, opened: Sequence[tuple[OpenPool, RouteTable | None]]) -> OpenPool:
-    """Begin a text with the pool whose routes know its prompt, int[n], else with the first; returns that pool."""
+    """Start a text in the pool whose routes know its prompt, int[n], otherwise in the first; returns that pool."""
     chosen, route = opened[0][0], (None, None)
     for pools, routes in opened:
         if routes is not None and (match := routes.find(prompt)) is not None:
@@ -106,13 +106,13 @@ def started(name: Hashable, prompt: np.ndarray, opened: Sequence[tuple[OpenPool,
 
 
 def worth_drafting(acceptance: np.ndarray, text_of: np.ndarray, num_texts: int, cost: StepCost) -> np.ndarray:
-    """How many tokens of each chain make the step that writes the most tokens a second; 0 of all is a plain step.
+    """The number of tokens of each chain to draft, for the most tokens per second; all 0 is a plain step.
 
     Parameters
     ----------
-    acceptance : float64[n], the probability that the path to each token is accepted, chain after chain: it never rises
-        along a chain, so that the likeliest tokens of all are beginnings of chains.
-    text_of : int64[n], the text whose chain each token is in.
+    acceptance : float64[n], the probability that the path to each token is accepted, chain after chain. It never rises
+        along a chain, so the k likeliest tokens of a step always form beginnings of chains.
+    text_of : int64[n], the text of each token's chain.
     """
     likeliest = np.argsort(-acceptance, kind="stable")
     num_written = num_texts + np.append(0.0, np.cumsum(acceptance[likeliest]))
@@ -123,12 +123,12 @@ def worth_drafting(acceptance: np.ndarray, text_of: np.ndarray, num_texts: int, 
 class PoolProposer:
     """Proposes chains from a pool. Made and called by vLLM.
 
-    A draft that fails is none, is counted (`num_failed`) and logged once; it stops no batch. Estimates are believed as
-    far as they held: `num_accepted` of what was expected of `num_drafted` tokens.
+    A failed draft counts as empty, is counted (`num_failed`) and logged once; it does not stop the batch. Estimates are
+    scaled by the ratio of accepted to expected tokens so far, if that is below 1.
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        """Raises PoolError: the pool is of another tokenizer, or anything of the settings is not there."""
+        """Raises PoolError if a pool has another tokenizer, or a file that the settings name is missing."""
         settings, model = ProposerSettings.read(), vllm_config.model_config
         entries = [entry.open(model.tokenizer or model.model) for entry in settings]
         self._opened = [entry[:2] for entry in entries]
@@ -138,10 +138,10 @@ class PoolProposer:
         max_tokens = vllm_config.speculative_config.num_speculative_tokens
         self._budget = DraftBudget(max_tokens, settings[0].min_acceptance, "chain")
         self._pool_of: dict[int, OpenPool] = {}  # by text
-        self._at_row: dict[int, int] = {}  # which text a row of the batch had last
+        self._at_row: dict[int, int] = {}  # the last text of each row of the batch
         self._recent: dict[int, None] = {}  # texts, the latest last: one that left the batch may come back
         self._max_recent = 2 * vllm_config.scheduler_config.max_num_seqs
-        self._drafted: dict[int, tuple[int, float]] = {}  # what is being verified of each: tokens, and how many hold
+        self._drafted: dict[int, tuple[int, float]] = {}  # tokens under verification, and how many should be accepted
         self.num_started = self.num_failed = self.num_drafted = self.num_accepted = 0
         are_calibrated = (opened.pool is not None and opened.pool.is_calibrated for opened in self._pools)
         prior = 1.0 if all(are_calibrated) else UNCHECKED_TRUST
@@ -152,7 +152,7 @@ class PoolProposer:
         first.finish(-1)
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
-        """There is no model."""
+        """Does nothing: there is no model."""
 
     def propose(
         self,
@@ -161,17 +161,17 @@ class PoolProposer:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """A draft for each row of the batch.
+        """Draft for each row of the batch.
 
         Parameters
         ----------
-        sampled_token_ids : what the step before added to each row; nothing where a prompt is not read to its end.
-        num_tokens_no_spec : int[rows], tokens of each row, those among them.
+        sampled_token_ids : the tokens that the last step added to each row; empty while a prompt is still being read.
+        num_tokens_no_spec : int[rows], number of tokens of each row, including those of the last step.
         token_ids_cpu : int32[rows or more, max_model_len], all tokens of each row.
 
         Returns
         -------
-        Of each row at most `num_speculative_tokens` tokens; none where drafting does not gain.
+        For each row at most `num_speculative_tokens` tokens; none where drafting does not pay.
         """
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         try:
@@ -185,14 +185,14 @@ class PoolProposer:
                 drafts[row] = draft[: self._max_model_len - int(num_tokens_no_spec[row])]
             while len(self._recent) > self._max_recent:
                 self._forget(next(iter(self._recent)))
-        except Exception:  # vLLM goes on without a draft, and a batch is not lost for a fault of ours
+        except Exception:  # vLLM goes on without a draft, so a fault of ours does not lose a batch
             self.num_failed += 1
             if self.num_failed == 1:
                 logger.exception("a draft failed: this step goes on without, and no other failure is logged")
         return drafts
 
     def _text_of(self, row: int, tokens: np.ndarray, num_sampled: int) -> int:
-        """The name of the text that has these tokens now: one that had all but the sampled ones, or a new one."""
+        """The name of the text with these tokens: a known text that had all but the sampled ones, or a new text."""
         before = tokens[: len(tokens) - num_sampled]
         candidates = (name for name in (self._at_row.get(row), *reversed(self._recent)) if name in self._recent)
         name = next((name for name in candidates if np.array_equal(self._pool_of[name].context(name), before)), None)
@@ -213,7 +213,7 @@ class PoolProposer:
     def _drafts_of(self, requested: list[int]) -> list[list[int]]:
         if not requested:
             return []
-        names = sorted(requested, key=lambda name: self._pools.index(self._pool_of[name]))  # a pool's are neighbours
+        names = sorted(requested, key=lambda name: self._pools.index(self._pool_of[name]))  # together by pool
         drafted = [list(pool_names) for _, pool_names in groupby(names, self._pool_of.get)]
         drafted = [self._pool_of[pool_names[0]].draft(pool_names, self._budget).joined() for pool_names in drafted]
         num_tokens, token_ids, _, log_acceptance, _ = (np.concatenate(parts) for parts in zip(*drafted, strict=True))
@@ -235,7 +235,7 @@ class PoolProposer:
 
 
 def main() -> None:
-    """Whether all that the proposer needs for a model is there: `python -m ...integrations.vllm MODEL`."""
+    """Check that all that the proposer needs for a model is there: `python -m ...integrations.vllm MODEL`."""
     try:
         for settings in ProposerSettings.read():
             settings.open(sys.argv[1])

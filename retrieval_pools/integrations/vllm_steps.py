@@ -1,7 +1,7 @@
-"""Before vLLM is started with `vllm.PoolProposer`: its configuration, and what a step of that engine costs.
+"""Preparing vLLM for `vllm.PoolProposer`: its configuration, and measuring the cost of its steps.
 
-No compiled code is imported here: vLLM 0.32 on a CPU cannot be started in a process that has loaded llvmlite before.
-The proposer's file is imported by vLLM itself, later.
+No compiled code is imported here: vLLM 0.32 on a CPU cannot start in a process that has loaded llvmlite. vLLM itself
+imports the proposer's file later.
 """
 
 import argparse
@@ -24,18 +24,18 @@ from laserbatch.retrieval_pools.errors import PoolError
 PROPOSERS = "laserbatch.retrieval_pools.integrations.vllm"
 TIMER = "laserbatch.retrieval_pools.integrations.vllm_steps.StepTimer"
 TIMES_VARIABLE = "LASERBATCH_STEP_TIMES"
-PROMPT_TOKENS, NUM_ROUNDS = 256, 15  # of a measurement: each round has a step of every size
+PROMPT_TOKENS, NUM_ROUNDS = 256, 15  # of a measurement; each round has a step of every draft size
 
 
 def speculative_config(model: Path | str, num_speculative_tokens: int = 8) -> dict[str, Any]:
-    """vLLM's `speculative_config`, after a look at all that the proposer needs: before an engine loads a model.
+    """vLLM's `speculative_config`; first checks all that the proposer needs, so that faults show before a model loads.
 
-    `model` is the folder of the model, with its tokenizer. Raises PoolError as `vllm.PoolProposer` does, or where this
+    `model` is the folder of the model, with its tokenizer. Raises PoolError as `vllm.PoolProposer` does, or if this
     vLLM takes no proposers.
     """
     try:
         spec = find_spec("vllm.v1.spec_decode.custom_class_proposer")
-    except ModuleNotFoundError:  # one of the packages that it lies in is not there
+    except ModuleNotFoundError:  # one of its parent packages is missing
         spec = None
     if spec is None:
         raise PoolError("vLLM is not installed, or has no `custom_class` proposers; 0.32 has")
@@ -50,7 +50,7 @@ def _config_of(proposer: str, num_speculative_tokens: int) -> dict[str, Any]:
 
 
 class StepTimer:
-    """Proposes as many random tokens for each row as is their turn, and writes down what each step took."""
+    """Proposes random tokens for each row, in each draft size in turn, and writes the durations of steps to a file."""
 
     def __init__(self, vllm_config: Any) -> None:
         self._rng = np.random.default_rng(0)
@@ -61,7 +61,7 @@ class StepTimer:
         self._size, self._num_steps, self._end_s = 0, 0, 0.0
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
-        """There is no model."""
+        """Does nothing: there is no model."""
 
     def propose(
         self,
@@ -70,12 +70,12 @@ class StepTimer:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """As `vllm.PoolProposer.propose`, but for what is proposed."""
+        """Like `vllm.PoolProposer.propose`, but proposes random tokens."""
         seconds = time.perf_counter() - self._end_s
         num_rows = len(sampled_token_ids)
         lengths = np.array(num_tokens_no_spec[:num_rows])
         before = lengths - [len(sampled) for sampled in sampled_token_ids]
-        # nobody came, nobody left, no prompt was read
+        # no text came or left, and no prompt was read
         if self._lengths is not None and np.array_equal(before, self._lengths):
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(f"{num_rows} {self._size} {seconds}\n")
@@ -87,16 +87,16 @@ class StepTimer:
 
 
 def draft_sizes(longest: int) -> list[int]:
-    """Draft tokens of a text that are timed: 0, powers of two, the longest."""
+    """The numbers of draft tokens per text that are timed: 0, powers of two, and `longest`."""
     return [0, *(1 << power for power in range(longest.bit_length()) if 1 << power < longest), longest]
 
 
 def measure_step_cost(
     out: Path, model: str, batch_sizes: Sequence[int] = (1, 4, 16), num_speculative_tokens: int = 8, **engine: Any
 ) -> None:
-    """Time the steps of an engine, and write what `StepCost` reads. Of like steps the quickest counts.
+    """Time the steps of an engine, and write a file that `StepCost` reads. Among steps of a size the fastest counts.
 
-    `engine` are arguments of `vllm.LLM`, those that the cost is going to be used with.
+    `engine` has arguments of `vllm.LLM`: those of the engine that the cost will be used for.
     """
     # The checker takes vllm.py of this folder for the engine.
     from vllm import LLM, SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
@@ -118,7 +118,7 @@ def measure_step_cost(
         durations.setdefault((int(batch_size), int(size)), []).append(float(seconds))
     steps = []
     for batch_size in batch_sizes:
-        least_s = 0.0  # a step of more tokens is not quicker, whatever was timed
+        least_s = 0.0  # durations must not fall with the number of tokens, even if they were timed so
         for size in draft_sizes(num_speculative_tokens):
             least_s = max(least_s, min(durations[batch_size, size]))
             steps.append({"batch_size": batch_size, "num_tokens": batch_size * (1 + size), "seconds": least_s})
@@ -129,11 +129,11 @@ def measure_step_cost(
 
 
 def main() -> None:
-    """Measure what steps of an engine cost."""
+    """Measure the cost of an engine's steps."""
     parser = argparse.ArgumentParser(description=measure_step_cost.__doc__)
     parser.add_argument("model", help="model folder")
     parser.add_argument("--out", type=Path, required=True, help="step cost to write")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16], help="sequences side by side")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16], help="numbers of sequences in a batch")
     parser.add_argument("--tokens", type=int, default=8, help="num_speculative_tokens")
     parser.add_argument("--engine", type=json.loads, default={}, help="other arguments of vllm.LLM, a JSON object")
     options = parser.parse_args()

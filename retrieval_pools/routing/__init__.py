@@ -1,1 +1,1 @@
-"""Which group an entity drafts from: attributes, embeddings, and the router between them."""
+"""Choosing the group that an entity drafts from: by attributes, by embeddings, and the router between these."""

@@ -1,10 +1,10 @@
-"""Groups of entities with like attributes: a hierarchy split where it is too big, found again by longest prefix.
+"""Groups of entities with similar attributes: a hierarchy, split where groups are too large, looked up by prefix.
 
-A row's values become words ("tokens"): a category path gives one token a level ("Mystery", "Harbour"), a scalar
+A row's values become words ("tokens"): a category path gives one token per level ("Mystery", "Harbour"), a scalar
 `column=value`, a number the name of its quantile bin ("age=25..35"); nulls, empty strings, missing columns and values
 of another kind give none. The groups are prefixes of the entities' tokens, so a group's name reads as a path:
-"attribute/Mystery/Harbour", "attribute/gender=F/age=25..35"; the root is "attribute". Every prefix on the way to a
-group is a group itself: it holds what its subgroups do not, and catches values never seen.
+"attribute/Mystery/Harbour", "attribute/gender=F/age=25..35"; the root is "attribute". Every prefix of a group is a
+group itself: it holds the entities that its subgroups do not, and those with values that were not seen at the fit.
 """
 
 import math
@@ -25,11 +25,11 @@ import pygtrie
 
 from laserbatch.retrieval_pools.errors import PoolError
 
-MAX_PATH_LEVELS = 8  # deeper levels of a category path are not looked at
+MAX_PATH_LEVELS = 8  # deeper levels of a category path are ignored
 MAX_GUESSED_VALUES = 256  # a text column with more distinct values is not guessed to be an attribute
 NEVER_GUESSED = frozenset({"user_id", "item_id", "title", "name", "created_at"})
 ATTRIBUTE_FILE = "attribute_groups.parquet"
-NUM_BINS = 4  # quantile bins of a numeric attribute: more only split groups that sizes allow, and join again
+NUM_BINS = 4  # quantile bins of a numeric attribute; with more, most parts are too small and rejoin their parent
 ROOT_GROUP = "attribute"
 
 Kind = Literal["path", "value", "number"]
@@ -40,7 +40,7 @@ GROUP_SCHEMA = pa.schema([("prefix", pa.list_(pa.string())), ("group", pa.string
 
 @dataclass(frozen=True)
 class AttributeColumn:
-    """One column to split by: `edges` are the inner bin edges of a number, `labelled` says whether tokens name it."""
+    """A column to split by. `edges` are the inner bin edges of a number; tokens name the column if it is `labelled`."""
 
     name: str
     kind: Kind
@@ -48,7 +48,7 @@ class AttributeColumn:
     labelled: bool = True
 
     def tokens(self, value: object) -> tuple[str, ...]:
-        """Tokens of one value, broad to narrow; none for a null, an empty text or a value of another kind."""
+        """The tokens of one value, from broad to narrow; none for a null, an empty text or a value of another kind."""
         if self.kind == "path":
             return self._path_tokens(value if isinstance(value, list | tuple) else (value,))
         if self.kind == "number":
@@ -60,7 +60,7 @@ class AttributeColumn:
 
     @cached_property
     def bin_names(self) -> tuple[str, ...]:
-        """The tokens of a number's bins, lowest first."""
+        """The tokens of a number's bins, in ascending order."""
         shown = [f"{edge:g}" for edge in self.edges]
         return tuple(self._token(f"{low}..{high}") for low, high in zip(["", *shown], [*shown, ""], strict=True))
 
@@ -69,7 +69,7 @@ class AttributeColumn:
         for level in levels[:MAX_PATH_LEVELS]:
             text = _text(level) if isinstance(level, str | bool) else ""
             if not text:
-                break  # what lies below an unknown level has no known parent
+                break  # a level below an unknown one has no known parent
             tokens.append(self._token(text))
         return tuple(tokens)
 
@@ -78,12 +78,12 @@ class AttributeColumn:
 
 
 def choose_columns(entities: pa.Table, names: Sequence[str] | None) -> tuple[AttributeColumn, ...]:
-    """Columns to split by, in order: those named, or a guess.
+    """The columns to split by, in order: the columns `names`, or a guess.
 
-    The guess: category paths (lists) in the order of their names; then text and boolean columns of 2 to 256 values (and
-    at least 4 rows a value), fewest values first; then numbers by name. Ids, titles and dates are never guessed.
+    The guess: category paths (lists), sorted by name; then text and boolean columns of 2 to 256 values (and at least 4
+    rows per value), fewest values first; then numbers, sorted by name. Ids, titles and dates are never guessed.
 
-    Raises PoolError where a named column is not there, or is of a type that cannot be grouped by.
+    Raises PoolError if a named column is missing, or its type cannot be grouped by.
     """
     chosen: list[tuple[str, Kind]]
     chosen = _guess(entities) if names is None else [(name, _kind_of_named(entities, name)) for name in names]
@@ -166,16 +166,16 @@ def _text(value: object) -> str:
 
 
 def _quote(text: str) -> str:
-    """Keeps `/` and `=` for what they mean in a group's name."""
+    """Quote `/` and `=`, which have a meaning in a group's name."""
     return text.replace("%", "%25").replace("/", "%2F").replace("=", "%3D")
 
 
 def distinct_attributes(
     entities: pa.Table, columns: Sequence[AttributeColumn]
 ) -> tuple[np.ndarray, list[dict[str, object]]]:
-    """Numbers of rows that are alike, int64[num_rows], and the values of the first row of each number, by column.
+    """Number the distinct rows: the number of each row, int64[num_rows], and each number's values by column.
 
-    Columns that the table lacks are left out; numbers count from 0 in the order in which rows first have them.
+    Columns that the table lacks are left out. Numbers count from 0 in the order of the first rows that have them.
     """
     present = [column for column in columns if column.name in entities.column_names]
     codes = np.zeros(entities.num_rows, np.int64)
@@ -189,7 +189,7 @@ def distinct_attributes(
 
 
 def _codes(values: pa.ChunkedArray, column: AttributeColumn) -> np.ndarray:
-    """Equal where a column's tokens are, int64[n]; more values than that may be told apart."""
+    """A code for each row, int64[n]: equal codes have equal tokens of the column, but not always the reverse."""
     kind = values.type
     if column.kind == "number" and (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
         numbers = pc.fill_null(values.cast(pa.float64(), safe=False), np.nan).to_numpy()
@@ -211,7 +211,7 @@ def _numbered(values: pa.Array) -> np.ndarray:
 
 @dataclass(frozen=True)
 class AttributeGroups:
-    """The fitted hierarchy: the columns it asks for, and each group's prefix with the entities it held."""
+    """The fitted hierarchy: its columns, and the prefix of each group with its number of entities at the fit."""
 
     columns: tuple[AttributeColumn, ...]
     num_entities: Mapping[Prefix, int]
@@ -229,22 +229,22 @@ class AttributeGroups:
 
     @property
     def groups(self) -> list[str]:
-        """Names of all groups, parents before their subgroups."""
+        """The names of all groups, parents before their subgroups."""
         return [group_name(prefix) for prefix in self.num_entities]
 
     def group_of(self, attributes: Mapping[str, object]) -> str:
-        """Group of one entity by the longest known prefix of its tokens; the root when none is known."""
+        """The group of an entity, by the longest known prefix of its tokens; the root if none is known."""
         return cast(str, self._trie.longest_prefix(tokens_of(self.columns, attributes)).value)
 
     def save(self, folder: Path) -> None:
-        """Write the groups, rows of `GROUP_SCHEMA`, to `ATTRIBUTE_FILE`; the columns are not in it."""
+        """Write the groups, rows of `GROUP_SCHEMA`, to `ATTRIBUTE_FILE`, without `columns`."""
         prefixes = [list(prefix) for prefix in self.num_entities]
         table = pa.table([prefixes, self.groups, list(self.num_entities.values())], GROUP_SCHEMA)
         pq.write_table(table, folder / ATTRIBUTE_FILE, compression="zstd")
 
     @classmethod
     def load(cls, columns: Sequence[AttributeColumn], folder: Path) -> "AttributeGroups":
-        """Read what `save` wrote; OSError, ValueError or KeyError where it is missing or damaged."""
+        """Read the file that `save` wrote; OSError, ValueError or KeyError if it is missing or damaged."""
         table = pq.read_table(folder / ATTRIBUTE_FILE)
         prefixes = [tuple(prefix) for prefix in table["prefix"].to_pylist()]
         if () not in prefixes:
@@ -257,11 +257,11 @@ class AttributeGroups:
 
 
 def split_groups(counts: Mapping[Prefix, int], max_size: int, min_size: int) -> dict[Prefix, int]:
-    """The prefixes that become groups, each with the number of entities for which it is the longest.
+    """The prefixes that become groups, each with the number of entities that have no longer one.
 
-    `counts` are of entities with exactly these tokens. A group of more than `max_size` entities is split; a part of
-    fewer than `min_size` stays with its parent. The empty prefix (the root) is always the first; parents come before
-    children, which are in the order of their names.
+    `counts` has the number of entities with exactly these tokens. A group of more than `max_size` entities is split; a
+    part of fewer than `min_size` stays with its parent. The empty prefix (the root) is the first; parents come before
+    children, which are sorted by name.
     """
     totals: Counter[Prefix] = Counter()
     children: defaultdict[Prefix, set[Prefix]] = defaultdict(set)
@@ -283,5 +283,5 @@ def split_groups(counts: Mapping[Prefix, int], max_size: int, min_size: int) -> 
 
 
 def group_name(prefix: Prefix) -> str:
-    """Readable name of a group: tokens have their own `/` quoted, so names are as distinct as prefixes."""
+    """The readable name of a group; a `/` within a token is quoted, so different prefixes have different names."""
     return "/".join((ROOT_GROUP, *prefix))

@@ -1,8 +1,8 @@
-"""Ids and vectors of entities: what groups are made of.
+"""Ids and vectors of entities, from which groups are made.
 
-Ids are one of two Arrow types, large_string or int64, so that tables of different origin compare equal. A team's own
-recommender may bring the vectors, in place of LightGCN's, in one Parquet file a side: a column `<side>_id` and a column
-`vector`, lists of one width of finite floats. Rows are named counting from 0.
+Ids are normalised to large_string or int64, so that ids of different tables compare equal. Your own recommender may
+supply the vectors, in place of LightGCN's, in a Parquet file per side: a column `<side>_id` and a column `vector`,
+lists of one length of finite floats. Messages number rows from 0.
 """
 
 from collections.abc import Iterator
@@ -30,14 +30,14 @@ class EntityEmbeddings:
 
 
 def id_column(table: pa.Table, name: str, table_name: str) -> pa.Array:
-    """Normalised ids of one column; PoolError when it is missing, of another type, or has nulls."""
+    """The normalised ids of a column; PoolError if it is missing, of another type, or has nulls."""
     return normalised_ids(_column(table, name, table_name), name, table_name)
 
 
 def distinct_ids(interactions: pa.Table, name: str, scratch: Path | None = None) -> tuple[pa.Array, np.ndarray]:
-    """As `id_column`, but those that occur, ascending, and of each row the place among them, int32[num_rows].
+    """The distinct ids of a column, normalised and ascending, and the place of each row's id among them, int32[n].
 
-    Both lie in files without a name in the folder `scratch`; None: in memory.
+    Both are in files without a name in the folder `scratch`; None: in memory. Raises PoolError as `id_column` does.
     """
     column = _column(interactions, name, "interactions")
     coded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
@@ -56,12 +56,12 @@ def distinct_ids(interactions: pa.Table, name: str, scratch: Path | None = None)
 
 
 def parts_of(num_rows: int) -> Iterator[slice]:
-    """Rows in parts: numpy copies what it counts, or takes by, to 64 bits."""
+    """Slices of rows, to limit memory: numpy copies an array that it counts, or indexes by, to 64 bits."""
     return (slice(start, start + ROWS_AT_ONCE) for start in range(0, num_rows, ROWS_AT_ONCE))
 
 
 def count_codes(codes: np.ndarray, num_codes: int) -> np.ndarray:
-    """How often each code occurs: int64[num_codes]."""
+    """The number of occurrences of each code: int64[num_codes]."""
     counts = np.zeros(num_codes, np.int64)
     for part in parts_of(len(codes)):
         counts += np.bincount(codes[part], minlength=num_codes)
@@ -80,7 +80,7 @@ def _require_ids(ids: pa.Array | pa.ChunkedArray, name: str, table_name: str) ->
 
 
 def normalised_ids(ids: pa.Array | pa.ChunkedArray, name: str, table_name: str) -> pa.Array:
-    """Ids as large_string or int64."""
+    """Ids as large_string or int64; PoolError if they are of another kind, or have nulls."""
     arrow_type = ids.type.value_type if pa.types.is_dictionary(ids.type) else ids.type
     if pa.types.is_integer(arrow_type):
         target = pa.int64()
@@ -97,7 +97,7 @@ def normalised_ids(ids: pa.Array | pa.ChunkedArray, name: str, table_name: str) 
 
 
 def check_same_kind(ids: pa.Array, other_ids: pa.Array, table_name: str, other_name: str) -> None:
-    """PoolError when one of two normalised id arrays holds strings and the other integers."""
+    """Raise PoolError if one of two normalised id arrays holds strings and the other integers."""
     if ids.type != other_ids.type:
         raise PoolError(
             f"ids of {table_name} are {ids.type}, those of {other_name} are {other_ids.type}; give both the same type"
@@ -105,9 +105,9 @@ def check_same_kind(ids: pa.Array, other_ids: pa.Array, table_name: str, other_n
 
 
 def read_embeddings(path: Path, side: str, ids: pa.Array) -> EntityEmbeddings:
-    """Vectors of those of `ids`, normalised, that the file of a side ("user" or "item") has, in its order.
+    """Read the vectors of the entities `ids` (normalised) from a side's file, in the order of the file.
 
-    Raises PoolError, which names file, column and row, where one is not what it should be.
+    Raises PoolError, which names the file, column and row, if an id or a vector is invalid.
     """
     source, id_name = f"routing.{side}_embeddings: {path}", f"{side}_id"
     try:
@@ -136,7 +136,7 @@ def read_embeddings(path: Path, side: str, ids: pa.Array) -> EntityEmbeddings:
 
 
 def _require(is_sound: np.ndarray, values: pa.Array, where: str, problem: str) -> None:
-    """PoolError naming the first row that is not sound."""
+    """Raise PoolError, naming the first row for which `is_sound` is False."""
     if not is_sound.all():
         row = int(np.argmin(is_sound))
         shown = str(values[row].as_py())

@@ -1,8 +1,8 @@
-"""LightGCN, short: user and item embeddings from who interacted with what (the only module of the pools with torch).
+"""A short LightGCN: user and item embeddings from interactions (the only module of the pools that needs torch).
 
 After He et al., "LightGCN: Simplifying and Powering Graph Convolution Network for Recommendation", SIGIR 2020.
-It is short because its embeddings only feed k-means. The result depends on the set of (user, item) pairs, the seed and
-(in its last bits) torch's thread count, and on nothing else.
+Training is short because the embeddings only feed k-means. The result depends only on the set of (user, item) pairs,
+the seed and (in its last bits) torch's thread count.
 """
 
 import warnings
@@ -21,27 +21,27 @@ from laserbatch.retrieval_pools.routing.embeddings import EntityEmbeddings, coun
 
 DIM = 64
 NUM_LAYERS = 3  # K of He et al.
-MAX_STEPS = 40  # each over the whole graph
+MAX_STEPS = 40  # each propagates over the whole graph
 LEARNING_RATE = 0.03
 L2 = 0.02  # weight of the mean squared layer-0 embedding in the loss
-MIN_IMPROVEMENT = 0.02  # of the mean loss of five steps over that of the five before, else training stops
+MIN_IMPROVEMENT = 0.02  # training stops if the mean loss of five steps falls by less, relative to the five before
 MAX_PAIRS_PER_STEP = 1 << 17  # bounds memory on large graphs; smaller ones use every pair in every step
 PLATEAU_STEPS = 5
-MAX_INTERACTIONS = 4_000_000  # that vectors are trained on: memory and time stay bounded
-MAX_NODES = 125_000  # a side that vectors are trained of
+MAX_INTERACTIONS = 4_000_000  # interactions to train on; bounds memory and time
+MAX_NODES = 125_000  # nodes of a side to train on
 FOLDED_AT_ONCE = 1_000_000  # interactions
-_LOWER = 2**32 - 1  # bits of a key that hold its second number
+_LOWER = 2**32 - 1  # mask of the second number in a key
 
 
 def train_lightgcn(interactions: pa.Table, seed: int = 0, scratch: Path | None = None) -> dict[str, EntityEmbeddings]:
     """Vectors of every id that occurs, by side ("user", "item"), ids in ascending order: float32 (num_ids, DIM).
 
-    Training is on implicit feedback: a pair of `user_id` and `item_id` (string or int64, no nulls) that occurs, however
-    often and in whatever order, is one edge. `seed` is of the initial embeddings and of the negative samples. Of more
-    than `MAX_INTERACTIONS` rows, or `MAX_NODES` users, those of a share of the users are trained on, also drawn by
-    `seed`, and of more than `MAX_NODES` items those with the most interactions. The other users, and items that none of
-    the drawn users has, are then folded in. What grows with interactions and entities lies in files without a name in
-    the folder `scratch`; None: in memory.
+    Training is on implicit feedback: each distinct pair of `user_id` and `item_id` (string or int64, no nulls) is one
+    edge. `seed` determines the initial embeddings and the negative samples. If there are more than `MAX_INTERACTIONS`
+    rows or `MAX_NODES` users, a share of the users, also drawn by `seed`, is trained on; if there are more than
+    `MAX_NODES` items, those with the most interactions. The other users and items, and those that have no edge in the
+    training graph, are then folded in. Data that grows with interactions and entities is in files without a name in the
+    folder `scratch`; None: in memory.
     """
     users, user_index = distinct_ids(interactions, "user_id", scratch)
     items, item_index = distinct_ids(interactions, "item_id", scratch)
@@ -67,7 +67,7 @@ def train_lightgcn(interactions: pa.Table, seed: int = 0, scratch: Path | None =
 
 @dataclass(frozen=True)
 class _Graph:
-    """Distinct pairs, by user, then item; users and items are numbered among those of the graph."""
+    """Distinct pairs, sorted by user, then item; users and items are numbered within the graph."""
 
     users: torch.Tensor  # int32 (num_pairs,)
     items: torch.Tensor
@@ -77,7 +77,7 @@ class _Graph:
 
     @classmethod
     def of(cls, user_index: np.ndarray, item_index: np.ndarray, has_user: np.ndarray, has_item: np.ndarray) -> "_Graph":
-        """The graph of some users and items: `user_index` and `item_index` (num_interactions,), bool of all users."""
+        """The graph of those in `has_user` and `has_item`, bool, from indices of shape (num_interactions,)."""
         users, items = _distinct_pairs(user_index, item_index, has_user, has_item)
         num_users, num_items = int(has_user.sum()), int(has_item.sum())
         return cls(users, items, num_users, num_items, normalised_adjacency(users, items, num_users, num_items))
@@ -86,7 +86,7 @@ class _Graph:
 def _distinct_pairs(
     rows: np.ndarray, columns: np.ndarray, has_row: np.ndarray, has_column: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pairs of some rows and columns, bool of all, that occur: by row, then column, numbered among these."""
+    """The distinct pairs of the rows in `has_row` and columns in `has_column`, renumbered within these, and sorted."""
     number_of_row, number_of_column, parts = np.cumsum(has_row) - 1, np.cumsum(has_column) - 1, [np.zeros(0, np.int64)]
     num_columns = int(has_column.sum())
     for part in parts_of(len(rows)):
@@ -99,12 +99,12 @@ def _distinct_pairs(
 
 
 def _trained(graph: _Graph, seed: int) -> torch.Tensor:
-    """Embeddings of layer 0, users first: float32 (num_users + num_items, DIM)."""
+    """The trained embeddings of layer 0, users first: float32 (num_users + num_items, DIM)."""
     num_nodes, num_pairs = graph.num_users + graph.num_items, len(graph.users)
     generator = torch.Generator().manual_seed(seed)
     layer_0 = torch.randn(num_nodes, DIM, generator=generator) * 0.1
-    optimizer = torch.optim.Adam([layer_0], lr=LEARNING_RATE, fused=True)  # without copies of what it reads
-    losses: list[float] = []  # BPR, of each step
+    optimizer = torch.optim.Adam([layer_0], lr=LEARNING_RATE, fused=True)  # fused: no temporary copies
+    losses: list[float] = []  # BPR loss of each step
     while len(losses) < MAX_STEPS and not _on_plateau(losses):
         batch = slice(None)
         if num_pairs > MAX_PAIRS_PER_STEP:
@@ -114,7 +114,7 @@ def _trained(graph: _Graph, seed: int) -> torch.Tensor:
         final = propagate(graph.adjacency, layer_0, NUM_LAYERS).requires_grad_()
         loss = bpr_loss(final, users, positives, negatives)
         loss.backward()
-        gradient, final = final.grad, None  # whose memory is free then
+        gradient, final = final.grad, None  # frees the memory of `final`
         assert gradient is not None
         # The propagation is linear and symmetric, so its gradient is the propagation of the gradient.
         layer_0.grad = propagate(graph.adjacency, gradient, NUM_LAYERS).add_(layer_0, alpha=L2 / len(layer_0))
@@ -133,19 +133,19 @@ def _folded_in(
     has_item: np.ndarray,
     scratch: Path | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Vectors of all users and of all items, float32 (any, DIM), from a graph of those `has_user` and `has_item`.
+    """Vectors of all users and of all items, float32 (any, DIM), from a graph of those in `has_user` and `has_item`.
 
-    Another user joins the graph as a node whose embedding of layer 0 is zero, which changes no other node: by Eqs. 7
-    and 8 its vector is the sum of its items' layers 0 to K - 1 over K + 1, each by 1 / sqrt(both degrees). An item
-    that is not in the graph, or alone in it, joins it in the same way after them, beside the final vectors of its
-    users.
+    A user without an edge in the graph is added as a node whose layer-0 embedding is zero, and other nodes stay as they
+    are: by Eqs. 7 and 8 its vector is the sum of its items' layers 0 to K - 1, each item weighted by 1 / sqrt(product
+    of both degrees), divided by K + 1. Items without an edge are then added in the same way, from the final vectors of
+    their users.
     """
     own = propagate(graph.adjacency, layer_0, NUM_LAYERS).numpy()
     user_degrees = torch.bincount(graph.users, minlength=graph.num_users).numpy()
     degrees = torch.bincount(graph.items, minlength=graph.num_items)
     sources = propagate(graph.adjacency, layer_0, NUM_LAYERS - 1)[graph.num_users :] * (NUM_LAYERS / (NUM_LAYERS + 1))
     sources *= degrees.clamp(min=1).rsqrt()[:, None]
-    sources[degrees == 0] = 0  # their layer 0 was drawn, not learned
+    sources[degrees == 0] = 0  # their layer 0 is random, not learned
     files = MappedFiles(scratch)
     of_users, of_items = (files.empty((len(has), DIM), np.float32) for has in (has_user, has_item))
     of_users[has_user], of_items[has_item] = own[: graph.num_users], own[graph.num_users :]
@@ -163,9 +163,9 @@ def _folded_in(
 def _folded_pairs(
     is_folded: np.ndarray, rows: np.ndarray, columns: np.ndarray, number_of: np.ndarray, files: MappedFiles
 ) -> Iterator[tuple[np.ndarray, torch.Tensor, torch.Tensor]]:
-    """The rows that are folded, int64 ascending, a part at a time, beside their distinct pairs, as `_distinct_pairs`.
+    """Yield the rows to fold in, int64 ascending, in parts, with their distinct pairs as of `_distinct_pairs`.
 
-    `number_of` is the number of each column among those that count, int64; -1: it does not.
+    `number_of` is the number of each column among those used, int64; -1: the column is not used.
     """
 
     def pairs() -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -185,9 +185,9 @@ def _folded_pairs(
 
 
 def _sums(rows: torch.Tensor, columns: torch.Tensor, num_rows: int, sources: torch.Tensor) -> torch.Tensor:
-    """Of each row the sum of `sources` (any, DIM) at its columns over the square root of their number.
+    """For each row the sum of `sources` (any, DIM) at its columns, divided by the square root of their number.
 
-    `rows` ascend, int32 as `columns`.
+    `rows` and `columns` are int32; `rows` ascend.
     """
     counts = torch.bincount(rows, minlength=num_rows)
     starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
@@ -200,10 +200,10 @@ def _sums(rows: torch.Tensor, columns: torch.Tensor, num_rows: int, sources: tor
 
 
 def propagate(adjacency: torch.Tensor, layer_0: torch.Tensor, num_layers: int) -> torch.Tensor:
-    """Mean of layers 0 to K, each the normalised neighbours' sum of the one before (Eqs. 7 and 8, alpha = 1/(K+1)).
+    """Mean of layers 0 to K, each the normalised sum over neighbours of the last (Eqs. 7 and 8, alpha = 1/(K+1)).
 
-    `adjacency` is sparse CSR float32 (num_nodes, num_nodes), D^-1/2 A D^-1/2; `layer_0` float32 (num_nodes, dim), as is
-    what is returned, detached.
+    `adjacency` is sparse CSR float32 (num_nodes, num_nodes), D^-1/2 A D^-1/2; `layer_0` and the result, which is
+    detached, are float32 (num_nodes, dim).
     """
     with torch.no_grad():
         layer, total = layer_0, layer_0.clone()
@@ -217,16 +217,16 @@ def bpr_loss(
     final: torch.Tensor, users: torch.Tensor, positives: torch.Tensor, negatives: torch.Tensor
 ) -> torch.Tensor:
     """Mean of -ln sigmoid(score of the positive - score of the negative) (Eq. 15), over node indices (batch,)."""
-    # Rows through `embedding`: the gradient of plain indexing is summed by several threads in no fixed order.
+    # Rows are taken by `embedding`: several threads sum the gradient of plain indexing in no fixed order.
     of_users, of_positives, of_negatives = (functional.embedding(n, final) for n in (users, positives, negatives))
     margins = (of_users * (of_positives - of_negatives)).sum(dim=1)  # Eq. 5, (batch,)
     return functional.softplus(-margins).mean()
 
 
 def normalised_adjacency(users: torch.Tensor, items: torch.Tensor, num_users: int, num_items: int) -> torch.Tensor:
-    """D^-1/2 A D^-1/2 of the bipartite graph (Eqs. 6 and 7): users are nodes first, items after them.
+    """D^-1/2 A D^-1/2 of the bipartite graph (Eqs. 6 and 7): users are the first nodes, items follow.
 
-    Its pairs come by user, then item, so that it is put together row by row.
+    The pairs must be sorted by user, then item: the matrix is built row by row.
     """
     num_nodes, by_item = num_users + num_items, torch.argsort(items, stable=True)
     degrees = torch.cat([torch.bincount(users, minlength=num_users), torch.bincount(items, minlength=num_items)])
@@ -235,7 +235,7 @@ def normalised_adjacency(users: torch.Tensor, items: torch.Tensor, num_users: in
     weights = (degrees[users] * degrees[items + num_users]).rsqrt()
     columns = torch.cat([(items + num_users).to(torch.int32), users[by_item].to(torch.int32)])
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sparse ")  # torch's notes on its CSR support, once a process
+        warnings.filterwarnings("ignore", message="Sparse ")  # torch's notes on its CSR support, once per process
         values = torch.cat([weights, weights[by_item]])
         return torch.sparse_csr_tensor(starts.to(torch.int32), columns, values, (num_nodes, num_nodes))
 

@@ -1,4 +1,4 @@
-"""Groups and previous texts by prompt, for engines that are told the tokens of a prompt and not whose it is."""
+"""Groups and previous texts by prompt, for engines that know a prompt's tokens but not its entity."""
 
 import hashlib
 from collections.abc import Iterable
@@ -14,12 +14,12 @@ SCHEMA = pa.schema([("prompt_hash", pa.binary(16)), ("group", pa.string()), ("pr
 
 
 def prompt_hash(prompt_ids: np.ndarray) -> bytes:
-    """16 bytes of a prompt's token ids, int[n]: BLAKE2b of little-endian int32s."""
+    """A hash of 16 bytes of a prompt's token ids, int[n]: BLAKE2b of little-endian int32s."""
     return hashlib.blake2b(np.ascontiguousarray(prompt_ids, "<i4").data, digest_size=16).digest()
 
 
 def write_routes(path: Path | str, routes: Iterable[tuple[np.ndarray, str | None, np.ndarray | None]]) -> None:
-    """Write a table, a Parquet file: of each prompt its ids int[n], group, and previous text int[m] or None."""
+    """Write a table as a Parquet file. Each prompt has its ids, int[n], group, and previous text, int[m] or None."""
     rows = [
         {"prompt_hash": prompt_hash(prompt), "group": group, "previous_ids": previous}
         for prompt, group, previous in routes
@@ -28,13 +28,13 @@ def write_routes(path: Path | str, routes: Iterable[tuple[np.ndarray, str | None
 
 
 class RouteTable:
-    """An open table. Of prompts that stand in it several times the last one counts.
+    """An open table. If it has a prompt several times, the last one counts.
 
-    What is not found is looked for again where the file has been replaced since, as nights do for every shard.
+    If a prompt is not found and the file has been replaced since, as nights do for every shard, it is read again.
     """
 
     def __init__(self, path: Path | str) -> None:
-        """Raises PoolError where the file is not there, or is no such table."""
+        """Raises PoolError if the file is missing or is not such a table."""
         self._path = Path(path)
         self._read()
 
@@ -56,7 +56,7 @@ class RouteTable:
         return len(self._rows)
 
     def find(self, prompt_ids: np.ndarray) -> tuple[np.ndarray | None, str | None] | None:
-        """Previous text int32[m] and group of a prompt, as `OpenPool.start` takes them; None: it is not there."""
+        """The previous text, int32[m], and group of a prompt, as `OpenPool.start` takes them; None if not found."""
         key = prompt_hash(prompt_ids)
         if key not in self._rows and _version_of(self._path) != self._version:
             self._read()

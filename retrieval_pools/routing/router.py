@@ -1,8 +1,8 @@
-"""Which group's pool an entity drafts from: the binary router of LASER (section 3.2) and its baselines.
+"""The binary router of LASER (section 3.2), which names the group that an entity drafts from, and its baselines.
 
-Fitted when a pool is built, saved beside it, used the next night under that night's limit. It always answers: an
-entity with enough interactions that was there at the fit has its collaborative group, every other one an attribute
-group. What must not be known yet, the caller has cut from the tables.
+A router is fitted when a pool is built, saved next to it, and used the next night. Every entity gets a group: an entity
+with enough interactions that was in the fit its collaborative group, any other an attribute group. The caller removes
+from the tables what must not be known yet.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ GLOBAL_GROUP = "global"
 
 @dataclass(frozen=True)
 class Route:
-    """Where an entity's texts go and come from: a readable `group`, and the `scheme` that chose it."""
+    """The group of an entity's text, which its drafts prefer: a readable name, and the scheme that chose it."""
 
     group: str
     scheme: str  # "collaborative", "attribute", "random" or "global"
@@ -54,7 +54,7 @@ class Routes:
 
     @classmethod
     def nowhere(cls, num_rows: int) -> "Routes":
-        """No group for anybody: there are no pools."""
+        """Routes without groups, for a run without pools."""
         return _routes(np.zeros(num_rows, np.int32), [Route("", "none")])
 
     def of(self, row: int) -> Route:
@@ -71,7 +71,7 @@ class Router:
     side: str
     settings: RoutingSettings
     seed: int
-    num_groups: int  # of the random scheme
+    num_groups: int  # number of groups of the random scheme
     collaborative: CollaborativeGroups
     attributes: AttributeGroups
 
@@ -86,17 +86,17 @@ class Router:
         embeddings: EntityEmbeddings | None = None,
         scratch: Path | None = None,
     ) -> "Router":
-        """Group the entities of one side, "user" or "item"; the order of rows is no matter.
+        """Group the entities of one side, "user" or "item"; the order of rows does not matter.
 
         Parameters
         ----------
-        entities : `<side>_id` (string or integer, unique) and attribute columns; other columns do no harm.
-        interactions : `user_id` and `item_id`, already cut at the as-of date; ids that `entities` lacks shape the
+        entities : `<side>_id` (string or integer, unique) and attribute columns; other columns are ignored.
+        interactions : `user_id` and `item_id`, already cut at the as-of date; ids that `entities` lacks influence the
             embeddings.
-        seed : of the embeddings, of k-means and of the random scheme.
-        embeddings : vectors of this side from the user's own recommender, or of a LightGCN trained once for both sides;
-            without them the file that the settings name is read, or LightGCN is trained here.
-        scratch : a folder for files without a name, which hold what grows with interactions; None: it is in memory.
+        seed : the seed of the embeddings, of k-means and of the random scheme.
+        embeddings : vectors of this side from your own recommender, or from a LightGCN trained once for both sides;
+            None: the file that the settings name is read, or LightGCN is trained here.
+        scratch : a folder for files without a name, for data that grows with interactions; None: it is in memory.
 
         Raises
         ------
@@ -111,21 +111,21 @@ class Router:
         if settings.scheme in ("router", "collaborative"):
             collaborative = CollaborativeGroups.fit(side, ids, interactions, settings, seed, embeddings, scratch)
         names = settings.attributes_of(side) if settings.scheme in ("router", "attribute") else ()
-        # Larger groups are split, smaller ones join their parent: both only prefer texts, so no size matters much.
+        # Larger groups are split, smaller ones join their parent. Groups only weight texts, so sizes matter little.
         max_size = max(50, round(4 * entities.num_rows**0.5))
         attributes = AttributeGroups.fit(entities, choose_columns(entities, names), max_size, min_size=max_size // 10)
         num_groups = settings.num_groups or default_num_groups(len(ids))
         return cls(side, settings, seed, num_groups, collaborative, attributes)
 
     def routes(self, entities: pa.Table, num_interactions: np.ndarray) -> Routes:
-        """The group of each row: of an entity, known or not, by its attributes and its interactions now.
+        """The group of each row, by the entity's attributes and its interactions now; it need not have been in the fit.
 
-        What is missing, null or unknown among its attributes shortens the prefix that is matched.
+        Missing, null or unknown attributes shorten the prefix that is matched.
 
         Parameters
         ----------
         entities : `<side>_id` and attribute columns.
-        num_interactions : (num_rows,).
+        num_interactions : number of interactions of each entity, (num_rows,).
         """
         scheme, num_rows = self.settings.scheme, entities.num_rows
         ids = id_column(entities, f"{self.side}_id", "entities")
@@ -155,7 +155,7 @@ class Router:
         return _routes(codes, group_routes)
 
     def save(self, folder: Path | str) -> None:
-        """Write the router into `folder` (made if missing): Parquet and JSON, `router.json` last."""
+        """Write the router to `folder` (created if missing): Parquet and JSON files, `router.json` last."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         collaborative = pa.table({"entity_id": self.collaborative.ids, "group": self.collaborative.groups})
@@ -175,12 +175,12 @@ class Router:
 
     @classmethod
     def load(cls, folder: Path | str) -> "Router":
-        """Read what `save` wrote.
+        """Read the router that `save` wrote.
 
         Raises
         ------
         PoolError
-            The folder holds no router, one of another format, or a damaged one.
+            The folder holds no router, a router of another format, or a damaged one.
         """
         folder = Path(folder)
         again = "rebuild the pools with `laserbatch pools rebuild`"
@@ -208,7 +208,7 @@ class Router:
 
 
 def _routes(codes: np.ndarray, routes: list[Route]) -> Routes:
-    """Routes by row, of which several may be the same."""
+    """The routes of rows: `codes` has the place of each row's route in `routes`, which may hold equal ones."""
 
     def column(names: list[str]) -> pa.DictionaryArray:
         encoded = pa.array(names, pa.string()).dictionary_encode()
@@ -219,7 +219,7 @@ def _routes(codes: np.ndarray, routes: list[Route]) -> Routes:
 
 
 def random_group(entity_id: str | int, num_groups: int, seed: int) -> str:
-    """Group of an entity by a seeded hash of its id (LASER's RRP): the same in every process, for new ids as well."""
+    """The group of an entity by a seeded hash of its id (LASER's RRP): the same in every process, also for new ids."""
     digest = hashlib.blake2b(f"{seed}:{entity_id}".encode(), digest_size=8).digest()
     return f"random/{int.from_bytes(digest, 'little') % num_groups}"
 
@@ -232,7 +232,7 @@ def fit_routers(
     seed: int = 0,
     scratch: Path | None = None,
 ) -> dict[str, Router]:
-    """Routers by side, equal to two calls of `Router.fit`, with LightGCN trained once; `scratch` is its."""
+    """The routers of both sides, equal to two calls of `Router.fit`, but LightGCN is trained once; same `scratch`."""
     settings = settings or RoutingSettings()
     embeddings: dict[str, EntityEmbeddings] = {}
     to_train = [side for side in SIDES if settings.embeddings_of(side) is None]
