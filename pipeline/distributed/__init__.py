@@ -1,1 +1,1 @@
-"""The only place that imports ray: actors, the shard queue, cluster start-up."""
+"""The only package that imports ray: actors, the queue of shards, the start of a cluster."""

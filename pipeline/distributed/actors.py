@@ -1,4 +1,4 @@
-"""Workers under Ray: they get shards as they become free; the shard of a lost worker is repeated, halved if needed."""
+"""Workers under Ray, which get shards as they become free; the shard of a lost worker is repeated, halved if needed."""
 
 import logging
 import os
@@ -34,10 +34,10 @@ from laserbatch.retrieval_pools.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
 
-POLL_S, FIRST_POLL_S = 5.0, 0.2  # between polls of heartbeats; before the first text
-FETCH_TIMEOUT_S = 600.0  # for an answer that a worker has ready
-LOAD_TIMEOUT_S = 1800.0  # for a worker that loads its model or measures step costs, between two steps
-MIN_HANG_TIMEOUT_S, HANG_STEPS = 60.0, 50.0  # between two steps of a shard: seconds, or so often the costliest one's
+POLL_S, FIRST_POLL_S = 5.0, 0.2  # seconds between polls of heartbeats; the second until the first text is finished
+FETCH_TIMEOUT_S = 600.0  # to fetch an answer that a worker has ready
+LOAD_TIMEOUT_S = 1800.0  # between two steps of a worker that loads its model or measures step costs
+MIN_HANG_TIMEOUT_S, HANG_STEPS = 60.0, 50.0  # between two steps of a shard: the longer of 60 s and 50 costliest steps
 MAX_LOST_WORKERS = 100  # after this many lost workers a run no longer halves the shards on which workers die
 
 
@@ -59,17 +59,17 @@ def run_shards(
     choose_budgets: Callable[[Callable[[], StepCost]], Mapping[Side, Budget | int]] = lambda measure: {},
     on_first_text: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Shard, ShardRecord] | ShardAbandoned]:
-    """Hand out shards to workers as they become free; yield each one's outcome as it comes.
+    """Hand out shards to workers as they become free; yield the outcome of each shard as it comes.
 
     A worker that dies, or that computes nothing for long, is replaced and its shard goes to the front of the queue; a
-    worker whose GPU is lost ends itself. After `worker_pool.max_attempts` of these the shard is halved in the plan, and
-    its halves likewise, until the row that workers die on is alone and given up. An error that a worker reports (a
-    model that cannot be loaded, say) ends the run: it would meet every shard.
+    worker whose GPU is lost ends itself. After `worker_pool.max_attempts` losses the shard is halved in the plan, and
+    so are its halves, until the row on which workers die is alone and given up. An error that a worker reports (for
+    example a model that cannot be loaded) ends the run: it would occur for every shard.
 
-    `choose_budgets`, called once with what has workers say what steps cost, says how much each side drafts. A side that
-    is missing drafts what the settings say. `on_first_text` is called when any of the shards' texts is finished.
+    `choose_budgets` is called once, with a function that returns the step cost of a worker, and returns the draft
+    budget of each side. A side without one drafts by the settings. `on_first_text` is called when any text is finished.
 
-    Raises ClusterFailed: no worker finds a place, or all of them are lost before they are ready.
+    Raises ClusterFailed if no worker finds a place, or all of them are lost before they are ready.
     """
     worker_pool.resize(min(worker_pool.layout.num_workers, len(shards)))
     budgets = choose_budgets(worker_pool.step_cost)
@@ -100,7 +100,7 @@ def run_shards(
         if shard.num_rows > 1 and worker_pool.num_lost < MAX_LOST_WORKERS:
             halves = split_shard(worker_pool.spec.run_dir, shard)
             logger.warning("%s %s: halved, to find the row that workers are lost to", shard.side, shard.name)
-            # One of them surely holds such a row, so each is tried once; a row alone as often as any shard.
+            # One of them surely holds such a row, so each is tried once; a single row as often as any shard.
             attempts.update({half: worker_pool.max_attempts - 1 for half in halves if half.num_rows > 1})
             queue.extendleft(reversed(halves))
         else:
@@ -108,7 +108,7 @@ def run_shards(
 
 
 class _WorkerLost(Exception):
-    """A worker died or hangs. Its first word is stable, as the reason of a quarantined row has it."""
+    """A worker died or hangs. The first word of the message is stable: it is the reason of quarantined rows."""
 
 
 class _WorkerHandle:
@@ -138,7 +138,7 @@ class _WorkerHandle:
             try:
                 num_forwards, self.costliest_step_s, self.num_texts = ray.get(self._heartbeat, timeout=POLL_S)
             except RayError:
-                return False  # whoever waits for its answer hears of it
+                return False  # waiting for the worker's answer reports the error
             if not self.is_scheduled or num_forwards != self._num_forwards:
                 self.is_scheduled, self._num_forwards, self._last_progress_s = True, num_forwards, time.monotonic()
             self._heartbeat = self.actor.heartbeat.remote()
@@ -148,7 +148,7 @@ class _WorkerHandle:
 
 
 class WorkerPool:
-    """The workers of a run: idle ones, and those with an open call, which first is to load the model."""
+    """The workers of a run: idle ones, and those with an open call; the first call loads the model."""
 
     def __init__(
         self,
@@ -161,11 +161,11 @@ class WorkerPool:
         self.num_lost = 0
         self.on_first_text: Callable[[], None] | None = None  # None once called
         self._calls: dict[ray.ObjectRef, tuple[_WorkerHandle, Shard | None]] = {}
-        self._costliest_step_s = 0.0  # of all that is known of any worker, lost ones too
+        self._costliest_step_s = 0.0  # of all workers, lost ones included
         self.layout, self.max_attempts, self.start_timeout_s = layout, max_attempts, start_timeout_s
         self._token, self._token_paths = secrets.token_hex(8), []
         self.reconfigure(spec)
-        # A heartbeat has a thread of its own, so that it is answered while the worker computes.
+        # Heartbeats have a thread of their own, so that they are answered while the worker computes.
         options = {"num_cpus": layout.num_threads, "num_gpus": layout.gpu_share, "concurrency_groups": {"heartbeat": 1}}
         self._actor_class = ray.remote(**options)(_Worker)
         self._num_spare = layout.num_workers * max_attempts  # to replace workers that are lost before they are ready
@@ -176,7 +176,7 @@ class WorkerPool:
         """Use another specification of the same model and pools."""
         layout = self.layout
         self._token_paths.append(spec.run_dir / TOKEN_FILE)
-        self._token_paths[-1].write_text(self._token)  # not a name and a rename: plans sweep up meanwhile
+        self._token_paths[-1].write_text(self._token)  # not by renaming a file: planning deletes temporary files
         self.spec = replace(
             spec,
             device=layout.device,
@@ -200,7 +200,7 @@ class WorkerPool:
         self._calls[worker.call("run", self.spec, shard, budget)] = worker, shard
 
     def next_answer(self) -> tuple[Shard, ShardRecord | _WorkerLost] | None:
-        """Wait for the next result of a shard; None if a worker has become ready instead, or was lost before that."""
+        """Wait for the next result of a shard; None if instead a worker has become ready, or was lost before that."""
         reference = self._wait({reference: worker for reference, (worker, _) in self._calls.items()})
         worker, shard = self._calls.pop(reference)
         try:
@@ -217,27 +217,27 @@ class WorkerPool:
             notify()
 
     def step_cost(self) -> StepCost:
-        """The step cost that the first ready worker finds cached, else a measured one."""
+        """The step cost that the first ready worker finds cached, otherwise a measured one."""
         cached = self.call_one("cached_step_cost")
         return self._measured_step_cost() if cached is None else cached
 
     def _measured_step_cost(self) -> StepCost:
         """The step cost that one worker measures and saves, once all have loaded the model.
 
-        On CPUs the others measure meanwhile, since workers slow each other down later too. On a GPU they are idle: its
-        steps are timed by the clock, and beside another worker the quickest plain step is one that met no other, while
-        no large step is, so drafts would seem dearer than they are.
+        On CPUs the others measure at the same time, since workers also slow each other down later. On a GPU they are
+        idle: steps are timed by the clock, and next to another worker the fastest plain step would be one that ran
+        alone, but no large step would, so drafts would seem more expensive than they are.
         """
-        if self._calls:  # all begin together, but for one that finds no place on a busy cluster
+        if self._calls:  # all start together, except a worker that finds no place on a busy cluster
             ray.wait(list(self._calls), num_returns=len(self._calls), timeout=self.start_timeout_s)
         while not self.idle or (self._calls and ray.wait(list(self._calls), timeout=0)[0]):
             self.next_answer()
         for other in self.idle[1:] if self.layout.device == "cpu" else ():
-            other.call("measured_step_cost", False)  # whether one of them is lost shows when it is given a shard
+            other.call("measured_step_cost", False)  # if one of them is lost, its next shard shows it
         return self.call_one("measured_step_cost", True)
 
     def call_one(self, method: str, *arguments) -> Any:
-        """The answer of an idle worker, or of the first that becomes idle; of another one if that worker is lost."""
+        """The answer of an idle worker, or of the first to become idle; if it is lost, that of another worker."""
         for _ in range(self.max_attempts):
             while not self.idle:
                 self.next_answer()
@@ -282,7 +282,7 @@ class WorkerPool:
             raise ClusterFailed(f"all workers were lost while they loaded the model and wrote a text; the last: {lost}")
 
     def _wait(self, open_calls: Mapping[ray.ObjectRef, _WorkerHandle]) -> ray.ObjectRef:
-        """Wait for the next open call that is answered, or whose worker hangs."""
+        """Wait until one of the open calls is answered, or its worker hangs; returns that call."""
         while True:
             poll_s = FIRST_POLL_S if self.on_first_text else POLL_S
             done, _ = ray.wait(list(open_calls), num_returns=1, timeout=poll_s)
@@ -304,7 +304,7 @@ class WorkerPool:
                 )
 
     def _answer(self, reference: ray.ObjectRef, worker: _WorkerHandle) -> Any:
-        """The result of a call; an error that the worker reports is raised as itself."""
+        """The result of a call; an error that the worker reports is raised unchanged."""
         try:
             if ray.wait([reference], timeout=0)[0]:
                 return ray.get(reference, timeout=FETCH_TIMEOUT_S)
@@ -322,9 +322,9 @@ class _Worker:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
-        self._worker: Any = None  # that of the specification, once it is loaded
+        self._worker: Any = None  # the worker of the specification, once it is loaded
 
-    def load(self) -> None:  # not in __init__, so that a refused model is reported, not a dead actor
+    def load(self) -> None:  # not in __init__, so that Ray reports the error of a refused model, not a dead actor
         require_same_folder(self._spec)
         if self._spec.device == "cuda":
             require_own_gpu(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -345,7 +345,7 @@ class _Worker:
             return self._worker.engine.measured_step_cost(save)
 
     def measured(self, method: str, *arguments) -> Any:
-        """What a method of the worker, of an extension say, measures."""
+        """The result of a method of the worker, for example one that an extension measures with."""
         with ends_process_if_device_is_lost():
             return getattr(self._worker, method)(*arguments)
 

@@ -1,4 +1,4 @@
-"""A Ray cluster, joined or started, and how many workers its nodes have room for."""
+"""Joining or starting a Ray cluster, and laying out workers on its nodes."""
 
 import ctypes
 import logging
@@ -20,13 +20,13 @@ from laserbatch.pipeline.errors import ClusterFailed, ConfigError
 from laserbatch.pipeline.gpus import min_free_bytes, num_gpus
 from laserbatch.pipeline.storage.scratch import RAY_PREFIX, ScratchFolder, remove_dead_scratch
 
-MARK = "LASERBATCH_WORKSPACE"  # in the environment of every process of Ray that a night has started
-MAX_TEMP_BYTES = 38  # of Ray's temporary folder: a socket's path, 69 bytes longer, may have 107
-SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # where Ray's own files go when TMPDIR is too long for sockets
-WORKERS_A_NODE = 8  # without GPUs, by default: of the largest node, which others follow
+MARK = "LASERBATCH_WORKSPACE"  # variable in the environment of all Ray processes that a night has started
+MAX_TEMP_BYTES = 38  # length of Ray's temporary folder: the paths of sockets are 69 bytes longer, and have at most 107
+SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # where Ray's own files go if TMPDIR is too long for sockets
+WORKERS_A_NODE = 8  # default of the largest node without GPUs; workers have the same number of cores on the others
 MAX_WORKERS_A_GPU = 4
-MAX_SHARE = 0.45  # of what is free on a GPU, that each of two workers may need
-ASK_TIMEOUT_S = 60.0  # for what is free on the GPUs of all nodes
+MAX_SHARE = 0.45  # share of a GPU's free memory that each of two workers may need
+ASK_TIMEOUT_S = 60.0  # for the free memory of the GPUs of all nodes
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,17 @@ class Node:
 
 @dataclass(frozen=True)
 class WorkerLayout:
-    """How many workers there are and what each one holds."""
+    """The number of workers and the resources of each."""
 
     num_workers: int
     num_threads: int
-    num_gpus: int  # of each worker; 0 without GPUs
+    num_gpus: int  # per worker; 0 without GPUs
     device: str
-    workers_a_gpu: int = 1  # at most
+    workers_a_gpu: int = 1  # largest number of workers that share a GPU
 
     @property
     def gpu_share(self) -> float:
-        """GPUs of each worker, a part of one where workers share it."""
+        """GPUs of each worker, a fraction if workers share one."""
         return self.num_gpus / self.workers_a_gpu
 
     @property
@@ -59,7 +59,7 @@ class WorkerLayout:
 
     @property
     def need(self) -> str:
-        """What each worker needs, in words."""
+        """The resources that each worker needs, in words."""
         shared = f" and a GPU that up to {self.workers_a_gpu} share" if self.workers_a_gpu > 1 else ""
         return str(Node(self.num_threads, 0 if shared else self.num_gpus)) + shared
 
@@ -67,17 +67,17 @@ class WorkerLayout:
 def worker_layout(
     settings: ClusterSettings, nodes: Sequence[Node], gpus_a_worker: int = 1, workers_a_gpu: int = 1
 ) -> WorkerLayout:
-    """One worker for each `gpus_a_worker` GPUs; without GPUs one for each group of cores, with its threads set.
+    """Lay out one worker for each `gpus_a_worker` GPUs, or without GPUs for each group of cores, and set its threads.
 
-    A worker lies on one node, so its threads follow from what each node has and not from their sum. Without a model of
-    its own (`gpus_a_worker` 0) one worker is enough: it waits for a server, whose limits it alone then keeps.
+    A worker runs on one node, so its threads follow from the cores of each node, not from their sum. Without a model of
+    their own (`gpus_a_worker` 0) one worker is enough: it waits for a server, and alone keeps to the server's limits.
 
     Parameters
     ----------
-    workers_a_gpu : workers of one GPU each that share one, where the settings do not say how many workers there are;
-        where they say more than there are GPUs, as many share one as that takes.
+    workers_a_gpu : number of workers that share a GPU if the settings do not give the number of workers. If they give
+        more workers than there are GPUs, as many share a GPU as needed.
 
-    Raises ConfigError: the nodes have no room for what the settings ask for.
+    Raises ConfigError if the nodes have no room for the workers of the settings.
     """
     if not gpus_a_worker:
         return WorkerLayout(1, 1, 0, "cpu")
@@ -112,15 +112,15 @@ def worker_layout(
 
 
 def workers_a_gpu(needed_bytes: int | None, free_bytes: int | None) -> int:
-    """Workers that share a GPU with so much free memory: two, so that one computes while the other's host works.
+    """The number of workers that share a GPU: two if both fit, so that one computes while the other's host works.
 
-    On an H200 two workers wrote a night with drafts in 0.80 of the time of one (docs/gpu.md).
+    On an H200 two workers wrote a night with drafts in 0.80 times the time of one (docs/gpu.md).
     """
     return 2 if needed_bytes and free_bytes and needed_bytes <= MAX_SHARE * free_bytes else 1
 
 
 def cluster_free_bytes() -> int | None:
-    """Free bytes of the fullest GPU of the cluster's nodes; None if a node does not report it."""
+    """Free bytes of the fullest GPU of the cluster; None if a node does not report them."""
     ask = ray.remote(num_cpus=0, max_retries=0)(min_free_bytes)
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
     strategies = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
@@ -134,7 +134,7 @@ def cluster_free_bytes() -> int | None:
 
 
 def format_nodes(nodes: Sequence[Node]) -> str:
-    """Nodes in words; equal ones are counted."""
+    """The nodes in words; equal nodes are counted."""
     alike = Counter(map(str, nodes))
     return ", ".join(f"{count} nodes of {kind}" if count > 1 else f"a node of {kind}" for kind, count in alike.items())
 
@@ -145,7 +145,7 @@ def cluster_nodes() -> list[Node]:
 
 
 def require_own_gpu(granted: list, visible: str | None) -> None:
-    """Refuse to share a GPU by accident: what Ray granted a worker must be all that CUDA_VISIBLE_DEVICES names."""
+    """Raise ConfigError unless CUDA_VISIBLE_DEVICES names only a worker's own GPUs: none is shared by accident."""
     if (visible or "").split(",") != [str(gpu) for gpu in granted]:
         raise ConfigError(
             f"Ray granted a worker GPU {', '.join(map(str, granted)) or 'none'}, but CUDA_VISIBLE_DEVICES shows it "
@@ -164,8 +164,8 @@ def ray_cluster(
 
     Parameters
     ----------
-    workspace : its mark is on the processes of a local cluster; by it `end_leftovers` finds those of a killed night.
-    worker_bytes : of a GPU's memory that a worker needs; None: a worker has a GPU alone.
+    workspace : processes of a local cluster are marked with it, so that `end_leftovers` finds those of killed nights.
+    worker_bytes : returns the GPU memory that a worker needs; None: a worker needs a GPU of its own.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     started, short_folder = not ray.is_initialized(), None
@@ -186,7 +186,7 @@ def ray_cluster(
                     logging_level=logging.ERROR,
                     object_store_memory=100 * 2**20,  # shards travel as files; only names and counts pass through Ray
                 )
-        except Exception as error:  # of no class of its own
+        except Exception as error:  # Ray has no class for it
             _leave()
             if short_folder is not None:
                 short_folder.remove()
@@ -222,9 +222,9 @@ def _leave() -> None:
 
 @contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """Keep what SIGTERM does in this process: Ray replaces it when it is started and when it is left.
+    """Keep this process's handler of SIGTERM, which Ray replaces when it starts and when it stops.
 
-    Nights start Ray in a thread, where Python sets no handlers; the system does.
+    Nights start Ray in a thread, where Python cannot set handlers, so this uses the system call.
     """
     libc, action = ctypes.CDLL(None), ctypes.create_string_buffer(256)  # a `struct sigaction`, which is smaller
     libc.sigaction(signal.SIGTERM, None, action)
@@ -235,9 +235,9 @@ def _sigterm_kept() -> Iterator[None]:
 
 
 def _short_folder() -> ScratchFolder | None:
-    """A new folder for Ray's own files where the usual one is too long for the paths of its sockets, else None.
+    """A new folder for Ray's own files if the usual one is too long for the paths of its sockets, otherwise None.
 
-    Batch systems set such a TMPDIR. Raises ConfigError where no short folder may be written either.
+    Batch systems set such a TMPDIR. Raises ConfigError if no short folder is writable either.
     """
     usual = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     if len(os.fsencode(usual)) <= MAX_TEMP_BYTES:
@@ -252,14 +252,14 @@ def _short_folder() -> ScratchFolder | None:
 
 
 def end_leftovers(workspace: Path) -> int:
-    """Kill the Ray processes that killed nights of a workspace left on this machine; returns how many.
+    """Kill the Ray processes that killed nights of a workspace left on this machine; returns their number.
 
-    The workspace's lock must be held: a process with its mark then belongs to no living night.
+    The workspace's lock must be held: then no process with the workspace's mark belongs to a living night.
     """
     mark, num_ended = f"{MARK}={_mark_of(workspace)}".encode(), 0
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # it is another user's, or has ended
-            process = os.pidfd_open(int(path.parent.name))  # not its id, which another process may have meanwhile
+            process = os.pidfd_open(int(path.parent.name))  # not its id, which another process may get meanwhile
             try:
                 if mark in path.read_bytes().split(b"\0"):
                     signal.pidfd_send_signal(process, signal.SIGKILL)
@@ -271,7 +271,7 @@ def end_leftovers(workspace: Path) -> int:
 
 @contextmanager
 def _marked(workspace: Path | None) -> Iterator[None]:
-    """Mark processes that the block starts with the workspace, in their environment."""
+    """Mark the processes that the block starts with the workspace, by an environment variable."""
     if workspace is not None:
         os.environ[MARK] = _mark_of(workspace)
     try:

@@ -1,8 +1,8 @@
-"""Encoding on a Ray cluster: a task encodes a part of the texts where there is room and leaves its vectors in a file.
+"""Encoding on a Ray cluster: each task encodes a part of the texts on some machine and writes its vectors to a file.
 
-Further tasks make the codebook and the files of features. All files lie in the run's folder, so that a night that was
-killed goes on with the parts that are missing; vectors pass neither through Ray nor through this process. A task whose
-process dies is done again by another one.
+Further tasks make the codebook and the files of features. All files are in the run's folder, so a night that was killed
+goes on with the missing parts; vectors pass neither through Ray nor through this process. A task whose process dies is
+done again by another process.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,13 +24,13 @@ from laserbatch.pipeline.gpus import num_gpus
 if TYPE_CHECKING:
     from laserbatch.pipeline.encoding.encoder import TextEncoder
 
-MIN_TEXTS = 1_000  # fewer are encoded here sooner than tasks have loaded torch and the encoder
-MIN_TEXTS_OF_GPUS = 50_000  # likewise beside a GPU, which encodes 1,500 a second; a task takes 15 seconds to begin
+MIN_TEXTS = 1_000  # this process encodes fewer texts before tasks have loaded torch and the encoder
+MIN_TEXTS_OF_GPUS = 50_000  # the same if it has a GPU, which encodes 1,500 per second; a task takes 15 s to start
 MIN_PART, MAX_PART = 256, 4_096  # texts of a task
-PARTS_A_WORKER = 4  # so that none waits long for the last one
-OPEN_TASKS = 2  # a worker, so that none waits for the driver
+PARTS_A_WORKER = 4  # so that no worker waits long for the last part
+OPEN_TASKS = 2  # per worker, so that none waits for the driver
 GOES_ON = "the same command goes on with the parts that are missing"
-MAX_SILENT_S = 1_800.0  # without a part that is finished
+MAX_SILENT_S = 1_800.0  # longest time without a finished part
 
 
 class ClusterEncoder:
@@ -38,8 +38,8 @@ class ClusterEncoder:
 
     Parameters
     ----------
-    settings : with a `dtype` that is not `auto`, since the machines of a cluster may differ.
-    start : called when there is something to encode; returns the cluster that the process has joined.
+    settings : their `dtype` must not be `auto`, since the machines of a cluster may differ.
+    start : called when there is something to encode; joins the cluster and returns its layout.
     """
 
     def __init__(self, settings: EncodingSettings, start: Callable[[], WorkerLayout]) -> None:
@@ -50,7 +50,7 @@ class ClusterEncoder:
         return int(read_config(find_encoder(self._settings)[0])["hidden_size"])
 
     def is_worth(self, num_texts: int) -> bool:
-        """Whether tasks encode so many texts sooner than this process does."""
+        """Whether tasks encode `num_texts` texts faster than this process does."""
         if num_texts < MIN_TEXTS:
             return False
         layout = self._start()
@@ -63,10 +63,10 @@ class ClusterEncoder:
         return min(max(-(-num_texts // num_parts), MIN_PART), MAX_PART)
 
     def encode_parts(self, parts: Sequence[TextPart], on_batch: Callable[[int], None]) -> None:
-        """As `PartsEncoder` says.
+        """See `PartsEncoder`.
 
-        Raises ClusterFailed: no task ends, or the processes of one die each time; ConfigError: a machine does not see
-        the workspace; and what a task meets.
+        Raises ClusterFailed if no task ends, or one's process dies on every attempt; ConfigError if a machine does not
+        see the workspace; and the errors of tasks.
         """
         layout = self._start()
         on_gpu = layout.device == "cuda" and self._settings.device != "cpu"
@@ -76,7 +76,7 @@ class ClusterEncoder:
             on_batch(parts[number].num_texts)
 
     def run_tasks(self, tasks: Iterable[Task]) -> list[Any]:
-        """As `PartsEncoder` says. Raises as `encode_parts` does."""
+        """See `PartsEncoder`. Raises as `encode_parts` does."""
         tasks, results = list(tasks), {}
         for number, result in self._results(_run_task, [(task,) for task in tasks]):
             require_visible(tasks[number].outputs)
@@ -86,9 +86,9 @@ class ClusterEncoder:
     def _results(
         self, function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]], num_gpus: int = 0
     ) -> Iterator[tuple[int, Any]]:
-        """The number of each task and what it returns, in any order."""
+        """Yield the number of each task and its result, in any order."""
         layout, waiting = self._start(), enumerate(arguments)
-        # `max_calls` keeps the process of a task on a GPU, and with it the encoder that it has loaded.
+        # `max_calls` keeps a task's process alive on a GPU too, and with it the loaded encoder.
         task = ray.remote(num_cpus=layout.num_threads, num_gpus=num_gpus, max_calls=0)(function)
         open_tasks: dict[ray.ObjectRef, int] = {}
         while True:
@@ -114,7 +114,7 @@ def _ended(references: list[ray.ObjectRef]) -> ray.ObjectRef:
 
 
 def _encode_part(part: TextPart, settings: EncodingSettings, num_threads: int) -> None:
-    """The task that writes the vectors of a part, unless they are there."""
+    """The task that writes the vectors of a part, unless they exist."""
     import torch
 
     torch.set_num_threads(num_threads)
@@ -131,7 +131,7 @@ def _run_task(task: Task) -> Any:
 
 @cache
 def _loaded_encoder(settings: str) -> "TextEncoder":
-    """The encoder of this process; settings as JSON."""
+    """The encoder of this process, loaded once; settings are JSON."""
     from laserbatch.pipeline.encoding.encoder import TextEncoder
 
     return TextEncoder.load(EncodingSettings.model_validate_json(settings))

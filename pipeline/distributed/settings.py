@@ -1,4 +1,4 @@
-"""How many workers, on what, holding how many threads."""
+"""The settings of the cluster, and the number of workers and cores of a machine."""
 
 from pydantic import Field
 
@@ -6,7 +6,7 @@ from laserbatch.pipeline.validation import Strict
 
 
 class ClusterSettings(Strict):
-    """Where texts are written. No option here changes a text."""
+    """The cluster on which texts are written. No option here changes a text."""
 
     ray_address: str | None = Field(
         default=None,
@@ -17,8 +17,8 @@ class ClusterSettings(Strict):
         default=None,
         ge=1,
         description="This many workers write texts; if there are fewer GPUs, several share one. null: two for each GPU "
-        "whose free memory holds both, else one; on CPUs eight on the largest node, and as many cores a worker "
-        "elsewhere.",
+        "whose free memory holds both, otherwise one; on CPUs eight on the largest node, and workers of as many cores "
+        "on the others.",
     )
     start_timeout_s: float = Field(
         default=600.0, gt=0, le=604_800,
@@ -28,18 +28,18 @@ class ClusterSettings(Strict):
     price_per_hour: float | None = Field(
         default=None,
         ge=0,
-        description="The whole cluster costs this much an hour, in any currency; plans and reports then show what a "
-        "night costs. null: they show no cost.",
+        description="The whole cluster costs this much per hour, in any currency; plans and reports then show the cost "
+        "of a night. null: they show no cost.",
     )
 
 
 def workers_of_node(num_workers: int, num_threads: int) -> int:
-    """How many of a run's workers work on this machine, at most: as many as its cores have room for."""
+    """The largest number of a run's workers on this machine: as many as its cores have room for."""
     return min(num_workers, max(1, usable_cores() // num_threads))
 
 
 def usable_cores() -> int:
-    """Cores that this process may keep busy: by its affinity, the quota of its container and LOKY_MAX_CPU_COUNT."""
+    """The number of cores for this process, by its affinity, its container's quota and LOKY_MAX_CPU_COUNT."""
     from joblib import cpu_count  # takes a while to import
 
     return cpu_count()

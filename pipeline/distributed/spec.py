@@ -1,4 +1,4 @@
-"""What a worker is started with. Importing it loads no model code."""
+"""The specification that a worker is started with. Importing this module loads no model code."""
 
 import datetime
 from dataclasses import dataclass, field
@@ -13,21 +13,21 @@ from laserbatch.pipeline.sides import Side
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
-    """What any worker is started with; plain values, so that it can travel to another machine."""
+    """The specification of any worker; it has plain values, so that it can be sent to another machine."""
 
     run_id: str
     run_dir: Path  # plan/ is read and knowledge/ written here
     model_dir: Path
     device: str = "auto"
     num_threads: int = 1
-    num_workers: int = 1  # that work side by side
+    num_workers: int = 1  # number of workers of the run
     workers_a_gpu: int = 1
-    token: str = ""  # by which workers see that the run's folder is the same as where the run was started
+    token: str = ""  # a worker compares it with a file, to check that it sees the same folder of the run as the driver
 
     worker: ClassVar[str]  # "module:class"
 
     def load(self) -> Any:
-        """The worker; torch, transformers and the model are loaded now."""
+        """Make the worker, which loads torch, transformers and the model."""
         return resolve_name(self.worker)(self)
 
     @property
@@ -35,7 +35,7 @@ class WorkerSpec:
         return 1
 
     def worker_bytes(self) -> int | None:
-        """Of a GPU's memory that a worker needs; None: it wants a GPU alone."""
+        """Bytes of a GPU's memory that a worker needs; None: it needs a GPU of its own."""
         return None
 
 
@@ -44,9 +44,9 @@ class TextSpec(WorkerSpec):
     decoding: DecodingSettings
     templates: dict[Side, PromptTemplate]
     max_prompt_tokens: int = KnowledgeSettings().max_prompt_tokens
-    date: datetime.date | None = None  # of the night, for chat templates that print today's date; None: the clock's
+    date: datetime.date | None = None  # the night's, for chat templates that print today's date; None: the clock's date
     step_cost_dir: Path  # where measured costs of steps are kept
-    pool_dirs: dict[Side, Path] = field(default_factory=dict)  # frozen pools, where there are any
+    pool_dirs: dict[Side, Path] = field(default_factory=dict)  # frozen pools of the sides that have one
     pool_version: str | None = None  # the version of `pool_dirs`
 
     worker: ClassVar[str] = "laserbatch.pipeline.distributed.worker:ShardWorker"
@@ -60,9 +60,9 @@ class TextSpec(WorkerSpec):
 
 
 def worker_bytes(folder: Path, decoding: DecodingSettings, max_prompt_tokens: int) -> int | None:
-    """Memory of a GPU that a worker needs for a whole batch: weights as they are stored, and the longest texts' cache.
+    """GPU memory that a worker needs for a full batch: the weights as stored, and the KV cache of the longest texts.
 
-    None where it is not known, and where another engine or a drafter with a model takes what it wants.
+    None if it is not known, or if another engine, or a drafter with a model, takes memory as it likes.
     """
     if decoding.engine != "laserbatch" or decoding.plugin_drafters:
         return None
@@ -78,5 +78,5 @@ def worker_bytes(folder: Path, decoding: DecodingSettings, max_prompt_tokens: in
         dtype = torch.float32 if decoding.dtype == "float32" else torch.bfloat16
         num_tokens = decoding.batch_size * (max_prompt_tokens + decoding.max_new_tokens)
         return num_bytes + num_tokens * cache_bytes_per_token(config, dtype)
-    except Exception:  # whoever loads the model says what hinders it
+    except Exception:  # loading the model reports the error
         return None

@@ -1,4 +1,4 @@
-"""What runs on a machine of the Ray cluster: tasks, the files that it must see, and its end when its GPU is lost."""
+"""Tasks on machines of the Ray cluster, the files that a machine must see, and ending a process whose GPU is lost."""
 
 import logging
 import os
@@ -18,8 +18,8 @@ from laserbatch.pipeline.errors import ClusterFailed, ConfigError
 
 logger = logging.getLogger(__name__)
 
-TOKEN_FILE = ".workers"  # in the run's folder; its text is the token of the specification
-VISIBILITY_TIMEOUT_S = 30.0  # a shared folder may show a new file this late
+TOKEN_FILE = ".workers"  # in the run's folder; it contains the token of the specification
+VISIBILITY_TIMEOUT_S = 30.0  # a shared folder may show a new file with this delay
 
 
 def start_task(layout: WorkerLayout, num_gpus: int, function: Callable[..., Any], *arguments: Any) -> ray.ObjectRef:
@@ -28,12 +28,12 @@ def start_task(layout: WorkerLayout, num_gpus: int, function: Callable[..., Any]
 
 
 def wait_for(task: ray.ObjectRef) -> None:
-    """Wait until a task has ended, well or not."""
+    """Wait until a task has ended, with or without an error."""
     ray.wait([task])
 
 
 def result_of(reference: ray.ObjectRef) -> Any:
-    """The result of a task. Raises an error of its function as itself; ClusterFailed: its processes died each time."""
+    """The result of a task. Raises the error of its function, or ClusterFailed if its process died on every attempt."""
     try:
         return ray.get(reference)
     except RayTaskError as error:
@@ -43,18 +43,18 @@ def result_of(reference: ray.ObjectRef) -> Any:
 
 
 def message_of(error: RayError) -> str:
-    """What Ray says of a process that died, in one line, without its general advice."""
+    """Ray's message about a process that died, in one line, without general advice."""
     return " ".join(str(error).partition("Some common causes")[0].split())
 
 
 def require_same_folder(spec: WorkerSpec) -> None:
-    """Raises ConfigError: this machine does not see the folder of the run that the driver sees."""
+    """Raise ConfigError if this machine does not see the same folder of the run as the driver."""
     path = spec.run_dir / TOKEN_FILE
     _wait({spec.run_dir: lambda: path.exists() and path.read_text(encoding="utf-8") == spec.token})
 
 
 def require_visible(paths: Iterable[Path]) -> None:
-    """Wait for files on storage that shows new ones late. Raises ConfigError: this machine does not see one."""
+    """Wait for files on storage that shows new files late. Raises ConfigError if this machine does not see one."""
     _wait({path: path.exists for path in paths})
 
 
@@ -72,9 +72,9 @@ def _wait(is_there_by_path: dict[Path, Callable[[], bool]]) -> None:
 
 @contextmanager
 def ends_process_if_device_is_lost() -> Iterator[None]:
-    """End this process after a CUDA error that every later call would meet too; other errors are raised as they are.
+    """End this process after a CUDA error that every later call would repeat; other errors are raised as they are.
 
-    Ray starts another process, and what this one was given is done again.
+    Ray starts another process, and the work of this one is done again.
     """
     try:
         yield

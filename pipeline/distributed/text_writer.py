@@ -1,9 +1,9 @@
-"""Texts of prompts, with drafts: a callable class for Ray Data's `map_batches`, or for a loop of one's own.
+"""Writing texts from prompts, with drafts: a callable class for Ray Data's `map_batches`, or for your own loop.
 
     prompts.map_batches(TextWriter, fn_constructor_kwargs={"model": "qwen", "pools": "workspace/pools"}, batch_size=512,
                         compute=ray.data.ActorPoolStrategy(size=4), num_gpus=1)
 
-It knows no tables, templates or runs. docs/ray-data.md says how it is used.
+It knows no tables, templates or runs. docs/ray-data.md describes its use.
 """
 
 import datetime
@@ -34,28 +34,28 @@ from laserbatch.retrieval_pools.library import open_pool
 Columns = dict[str, np.ndarray]
 Tokens = str | Sequence[int] | np.ndarray
 _NONE = np.zeros(0, np.int64)
-NOTHING = GenerationResult("", _NONE, _NONE, "", "", 0, 0, 0, _NONE, _NONE)  # of a row that could not be written
+NOTHING = GenerationResult("", _NONE, _NONE, "", "", 0, 0, 0, _NONE, _NONE)  # for a row that could not be written
 
 
 class TextWriter:
     """Maps a column `prompt` to texts. The model is loaded once, in the process that makes the object.
 
-    Of a batch are read: `prompt`, a user's message or the model's token ids; where they are there, `previous`, the text
-    that an entity had before, as text or ids, and `group`, what the pool's router said (`OpenPool.route`). Nothing in a
+    The columns of a batch are `prompt`, a user's message or the model's token ids, and optionally `previous`, the
+    entity's earlier text, as text or ids, and `group`, the result of the pool's router (`OpenPool.route`). Nothing in a
     message becomes a control token.
 
     Parameters
     ----------
-    model : folder of the model; "sample", the bundled one.
-    pools : a workspace's `pools` folder; None drafts from each text's own prompt, output and previous text.
-    side, version : of the pools; None, the current version.
+    model : folder of the model; "sample": the bundled one.
+    pools : a workspace's `pools` folder; None: drafts come only from each text's own prompt, output and previous text.
+    side, version : side and version of the pools; None: the current version.
     system : a system message for all prompts.
-    date : what a chat template that prints today's date prints, such as "2025-03-01"; None, the day on which this
-        object is made. Give it where texts are to be the same on another day.
+    date : the date that a chat template prints as today's, such as "2025-03-01"; None: the day on which this object is
+        made. Give it if texts must be the same on another day.
     device : "auto", "cpu" or "cuda".
-    num_threads : of a worker on a CPU; None, as many as Ray gave it.
-    decoding : options of `decoding:` in the configuration, by name. What they leave open of the budget is chosen by
-        what a step costs here, which is measured when the first batch comes.
+    num_threads : threads of a worker on a CPU; None: as many as Ray gave it.
+    decoding : options of `decoding:` in the configuration, by name. The parts of the draft budget that they leave open
+        are chosen by the cost of a step here, which is measured with the first batch.
 
     Raises
     ------
@@ -91,7 +91,7 @@ class TextWriter:
         pool_dirs: dict[Side, Path] = {}
         if self._pool is not None and self._pool.folder is not None:
             pool_dirs[side] = self._pool.folder
-        import torch  # and the engine, which take seconds to load: not where a pipeline is only described
+        import torch  # here, as is the engine: they take seconds to load, and describing a pipeline does not need them
 
         from laserbatch.pipeline.budget.cost_cache import user_step_costs
         from laserbatch.pipeline.engines.own import OwnEngine
@@ -99,19 +99,19 @@ class TextWriter:
         num_threads = num_threads or torch.get_num_threads()
         self._engine = OwnEngine(
             folder, self._settings, device, num_threads,
-            num_sharing=max(1, usable_cores() // num_threads),  # as many as find room here, one beside the other
+            num_sharing=max(1, usable_cores() // num_threads),  # as many workers as this machine has room for
             num_workers=1,
             pool_dirs=pool_dirs,
             step_cost_dir=user_step_costs(),
         )  # fmt: skip
 
     def __call__(self, batch: Columns) -> Columns:
-        """The batch with `text`, `finish_reason`, `num_tokens`, `num_steps` and `num_accepted`, and with `error`.
+        """Add the columns `text`, `finish_reason`, `num_tokens`, `num_steps`, `num_accepted` and `error` to a batch.
 
-        A row that cannot be written has an `error` that begins with a stable word and an empty text; others go on.
+        A row that cannot be written has an empty text, and an `error` that begins with a stable word; other rows go on.
 
-        Raises KeyError where there is no column `prompt`, and DeviceLost after a CUDA error that leaves this process no
-        device; an actor of Ray ends its process instead, so that another one writes the batch.
+        Raises KeyError if there is no column `prompt`, and DeviceLost after a CUDA error by which this process lost its
+        device; a Ray actor ends its process instead, so that another one writes the batch.
         """
         is_actor = ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
         with ends_process_if_device_is_lost() if is_actor else nullcontext():
@@ -149,7 +149,7 @@ class TextWriter:
         return batch | columns
 
     def _chosen_budget(self, has_previous: bool, prompt_tokens: float) -> Budget:
-        """How much is drafted: by what a step costs here behind such prompts, unless the options say it."""
+        """The draft budget: that of the options, otherwise chosen by the cost of a step after such prompts."""
         engine = self._engine
         step_cost = budget_step_cost(self._settings, lambda: engine.cached_step_cost() or engine.measured_step_cost())
         step_cost = step_cost and step_cost.at_context(prompt_tokens + self._settings.max_new_tokens / 2)
@@ -157,7 +157,7 @@ class TextWriter:
         return by_step(self._settings, chosen).budget
 
     def _request(self, row: int, prompt: Tokens, previous: Tokens | None, group: str | None) -> GenerationRequest:
-        """Raises RowError: the prompt is neither a text nor tokens, or cannot be written in plain ones."""
+        """Raises RowError if the prompt is neither a text nor tokens, or cannot be encoded without control tokens."""
         tokenizer = self._engine.tokenizer
         if isinstance(prompt, str):
             prompt_ids = encode_chat(tokenizer, prompt, self._system, self._settings.chat_options, self._date)
@@ -166,7 +166,7 @@ class TextWriter:
         if isinstance(previous, str):
             previous_ids = np.array(encode_content(tokenizer, previous), np.int32)
         else:
-            previous_ids = None if previous is None or np.ndim(previous) == 0 else _ids(previous)  # NaN is none
+            previous_ids = None if previous is None or np.ndim(previous) == 0 else _ids(previous)  # NaN: no text
         seed = int.from_bytes(hashlib.blake2b(prompt_ids.tobytes(), digest_size=8).digest(), "little", signed=True)
         group = group if isinstance(group, str) else None
         return GenerationRequest(str(row), prompt_ids, previous_ids, group, self._settings.max_new_tokens, seed)

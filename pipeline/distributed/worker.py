@@ -1,7 +1,7 @@
-"""One worker: a model, the night's frozen pools, and one shard after another.
+"""A worker: it holds a model and the night's frozen pools, and writes one shard after another.
 
-A shard goes in as a plan file and comes out as a knowledge file, quarantined rows and counts. `actors.py` wraps it for
-Ray.
+The input of a shard is a plan file; its output is a knowledge file, quarantined rows and counts. `actors.py` wraps the
+worker for Ray.
 """
 
 import hashlib
@@ -41,14 +41,14 @@ MAX_SHARE_RUN_ON = 0.1  # if more of a shard's texts ran on to the token limit, 
 
 
 class ShardWorker:
-    """Generates the knowledge of shards. Raises ModelError, PoolError: the model or a pool cannot be used."""
+    """Generates the knowledge of shards. Raises ModelError or PoolError if the model or a pool cannot be used."""
 
     def __init__(self, spec: TextSpec) -> None:
         self.engine = engine_of(spec)
         self._templates = spec.templates
         self._usual_tokens = {side: self.engine.usual_tokens(side) for side in spec.templates}
         self._grammars = {side: guiding_grammar(template, spec.decoding) for side, template in spec.templates.items()}
-        self.num_texts = 0  # of all shards
+        self.num_texts = 0  # number of texts of all shards
         self.reconfigure(spec)
 
     def reconfigure(self, spec: TextSpec) -> None:
@@ -58,20 +58,20 @@ class ShardWorker:
             self._provenance |= {"engine": spec.decoding.engine}
 
     def progress(self) -> tuple[int, float, int]:
-        """Forwards so far, seconds of the costliest step, and finished texts."""
+        """The number of forwards so far, the seconds of the costliest step, and the number of finished texts."""
         return self.engine.num_forwards, self.engine.costliest_step_s, self.num_texts
 
     def warm_up(self) -> None:
-        """Write a batch of short texts for each side and keep none: code is loaded before a shard."""
+        """Write and discard a batch of short texts for each side, so that code is loaded before the first shard."""
         self.engine.warm_up(self._templates)
 
     def rendered(self, side: Side, row: PlannedRow) -> RenderedPrompt:
-        """The prompt of a planned row; raises RowError where it has none."""
+        """The prompt of a planned row; raises RowError if it has none."""
         tokenizer, most = self.engine.tokenizer, self.spec.max_prompt_tokens
         return render_shown(self._templates[side], row.shown, tokenizer, most, self.spec.date)
 
     def run(self, shard: Shard, budget: Budget | None = None) -> ShardRecord:
-        """Generate one shard and write its files, drafting by a budget; None is that of the settings."""
+        """Generate one shard and write its files, under a draft budget; None: the budget of the settings."""
         start_s, graphs_before = time.perf_counter(), Counter(self.engine.graph_counts)
         records: dict[str, dict[str, Any]] = {}
         results: list[GenerationResult] = []
@@ -117,8 +117,8 @@ class ShardWorker:
     ) -> Iterator[tuple[GenerationResult | GenerationFailure, str]]:
         """The outcome and verifier of each row; a relaxed text that ran on is written again with the greedy verifier.
 
-        It may have missed its end, and then drafts itself, again and again; plain decoding would seldom have. Where
-        many reach the limit, it is the limit that is short for them, and they stay.
+        Such a text may have missed its end, and then repeats itself by drafting from itself; plain decoding seldom does
+        so. If many texts reach the limit, the limit is too low for them, and they are kept.
         """
         decoding, usual, run_on = self.spec.decoding, self._usual_tokens[side], []
         verifier = decoding.verifier
@@ -199,10 +199,10 @@ class ShardWorker:
 
 
 def longest_first(rows: dict[str, RenderedRow]) -> list[tuple[str, RenderedRow]]:
-    """Rows in the order in which their texts are begun: those that will take longest first.
+    """Rows in the order in which their texts are started: the texts that should take longest first.
 
-    Else a long text that is begun last is written alone when the others of its shard have ended. The previous text says
-    how long a text will be; without one it is taken for one of mean length.
+    Otherwise a long text that is started last is written alone after the others of its shard have ended. A text's
+    length is estimated by the previous text; without one by the mean length of the others.
     """
     lengths = {key: len(row.previous_ids) for key, row in rows.items() if row.previous_ids is not None}
     mean = sum(lengths.values()) / max(1, len(lengths))
@@ -212,7 +212,7 @@ def longest_first(rows: dict[str, RenderedRow]) -> list[tuple[str, RenderedRow]]
 def parsed_answer(
     tokenizer, template: PromptTemplate, shown: Shown, prompt: RenderedPrompt, result: GenerationResult
 ) -> tuple[str, Parsed]:
-    """The text that is kept of a result, and its fields. Raises RowError: nothing is kept of it, and why."""
+    """The text to keep from a result, and its fields. Raises RowError, with the reason, if nothing can be kept."""
     if result.finish_reason == UNCLOSED_THOUGHTS:
         raise RowError(unclosed_thoughts(result))
     text = sound_text(tokenizer, result, prompt.token_ids)
@@ -222,7 +222,7 @@ def parsed_answer(
 
 
 def engine_of(spec: TextSpec) -> TextEngine:
-    """Load the engine that a specification names, without importing the code of others."""
+    """Load the engine that a specification names, without importing the code of other engines."""
     if spec.decoding.engine == "endpoint":
         from laserbatch.pipeline.engines.endpoint import EndpointEngine
 
@@ -247,10 +247,10 @@ def seed_of(side: Side, entity_id: object) -> int:
 
 
 def sound_text(tokenizer, result: GenerationResult, prompt_ids: np.ndarray) -> str:
-    """A text without the last character where the token limit cut that in two.
+    """The text of a result, without a last character that the token limit cut in two.
 
-    Raises RowError: another character is broken, which is the model's doing; a U+FFFD of its prompt is quoted. Or it
-    has a zero byte, with which few readers of text cope.
+    Raises RowError if the model wrote another broken character (a U+FFFD of the prompt may be quoted), or a zero byte,
+    which few readers of text can handle.
     """
     text = result.text.rstrip("\ufffd") if result.finish_reason == "length" else result.text
     if "\ufffd" in text and "\ufffd" not in tokenizer.decode(prompt_ids.tolist()):

@@ -1,1 +1,1 @@
-"""A night's work list: which entities get a new text, from which prompt and in which shard, and which keep theirs."""
+"""A night's work list: the entities that get a new text, with prompt and shard, and the entities that keep theirs."""

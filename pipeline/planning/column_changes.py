@@ -1,6 +1,6 @@
-"""Which columns changed for most entities of a side: their last prompts, as runs planned them, beside tonight's.
+"""Finds the columns that changed for most entities of a side, by comparing their last prompts with tonight's.
 
-Of many entities a sample is compared. What a prompt showed is in the plan of the run that wrote its text.
+If there are many entities, a sample is compared. The attributes of an earlier prompt are in the plan of its run.
 """
 
 import json
@@ -18,18 +18,18 @@ from laserbatch.pipeline.knowledge.templates import AttributeLines
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.parquet import iter_parquet
 
-MAX_COMPARED = 1000  # entities a side
+MAX_COMPARED = 1000  # entities per side
 ANOTHER_ORDER = "all attributes"
 _SAME_WORDS = {"yes": "true", "no": "false", "1": "true", "0": "false"}
 ITEM_ATTRIBUTES = "attributes of items"
 ItemTexts = Mapping[str, Mapping[str, str]]
-Pairs = Sequence[tuple[Mapping[str, str], Mapping[str, str]]]  # of an entity, its attributes by name: before, now
+Pairs = Sequence[tuple[Mapping[str, str], Mapping[str, str]]]  # each entity's attributes by name: (before, now)
 
 
 def shown_in_plan(folder: Path, side: Side, ids: Collection[str]) -> dict[str, dict[str, str | None]]:
-    """By entity, its id as text: fingerprint, lines of attributes and history as a run's plan has them.
+    """The fingerprint, attribute lines and history of entities in a run's plan, by the entity's id as text.
 
-    Entities are missing where the run, or its plan, is gone.
+    Entities that the plan does not have are missing; so are all if the run or its plan is gone.
     """
     shown = {}
     for batch in iter_parquet(folder / "plan" / side, ["entity_id", "fingerprint", "attributes", "history"]):
@@ -40,7 +40,7 @@ def shown_in_plan(folder: Path, side: Side, ids: Collection[str]) -> dict[str, d
 
 
 def attributes_of(lines: str | None, columns: AttributeLines) -> dict[str, str]:
-    """Attributes by column, from the lines of a prompt; none where a line does not name its column."""
+    """The attributes by column, from the lines of a prompt; empty if the template's lines do not name their column."""
     if "{label}" not in columns.line:
         return {}
     named, seen = [], set()
@@ -55,10 +55,10 @@ def attributes_of(lines: str | None, columns: AttributeLines) -> dict[str, str]:
 
 
 def changed_columns(pairs: Pairs) -> dict[str, tuple[str, int]]:
-    """What became of each column that changed, and for how many pairs; the most frequent first.
+    """The change of each column that changed, in words, and its number of pairs; the most frequent first.
 
-    A column that is new where another one of the same values is gone was renamed. Where the same attributes stand in
-    another order, this is said of `ANOTHER_ORDER`.
+    A column counts as renamed if it is new where another one with the same values is gone. Attributes that only have
+    another order count for `ANOTHER_ORDER`.
     """
     counts: Counter[tuple[str, str]] = Counter()
     renamed: Counter[tuple[str, str]] = Counter()
@@ -86,11 +86,11 @@ def changed_columns(pairs: Pairs) -> dict[str, tuple[str, int]]:
 def changed_in_histories(
     pairs: Iterable[tuple[str | None, str | None]], separator: str, texts_of: Callable[[set[str]], ItemTexts]
 ) -> dict[str, tuple[str, int]]:
-    """As `changed_columns`, of columns of items that pairs of histories, as plans have them, show of the same titles.
+    """Like `changed_columns`, for the columns of items, from pairs of histories in plans; titles identify the items.
 
-    `separator` stands between the attributes of an item; `texts_of` is `SideQuestions.item_texts` of tonight.
+    `separator` is between the attributes of an item; `texts_of` is tonight's `SideQuestions.item_texts`.
     """
-    changed: list[dict[str, str]] = []  # of each pair: what was shown, by title, of items that are shown differently
+    changed: list[dict[str, str]] = []  # for each pair the earlier text, by title, of items that are shown differently
     for histories in pairs:
         before, after = ({title: shown or "" for title, shown, _ in json.loads(text or "[]")} for text in histories)
         changed.append({title: before[title] for title in after if before.get(title, after[title]) != after[title]})
@@ -107,7 +107,7 @@ def changed_in_histories(
 
 
 def _is_alike(before: str, after: str) -> bool:
-    """Whether two texts are of one number, truth value or list, or differ in case alone."""
+    """Whether two texts are the same number, truth value or list, or differ only in case."""
     first, second = before.casefold(), after.casefold()
     if _SAME_WORDS.get(first, first) == _SAME_WORDS.get(second, second):
         return True

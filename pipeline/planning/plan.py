@@ -1,7 +1,7 @@
-"""A side's plan on disk: which rows are generated, in which shard.
+"""A side's plan on disk: the rows to generate, by shard.
 
-It is written before the first text is generated and is a function of the inputs alone, so that a killed run finds its
-shards again, and makes a plan anew of which anything was lost: shards whose rows are the same stay finished.
+It is written before the first text is generated and depends only on the inputs. So a killed run finds its shards again.
+If a part of the plan is lost, the side is planned again, and shards whose rows are the same stay finished.
 """
 
 import logging
@@ -24,15 +24,15 @@ from laserbatch.pipeline.storage.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
-CARRIED_SHARD = "carried"  # what needed no model: rows whose text stays (more in "carried-00000" and on), and those
-# that cannot be asked about
-WAITING_SHARD = "waiting"  # earlier texts of rows of which a new one is not due, or has no place in the budget
+CARRIED_SHARD = "carried"  # records carried over (further ones are in "carried-00000" and on), and the quarantine rows
+# of entities without a prompt
+WAITING_SHARD = "waiting"  # earlier texts of rows whose new text is not due, or has no place in the budget
 STALE_SHARD = "stale"  # earlier texts of rows in quarantine
 
 
 @dataclass(frozen=True)
 class PlannedRow:
-    """One entity to generate; its prompt is not rendered yet."""
+    """An entity to generate a text for; its prompt is not rendered yet."""
 
     entity_id: str | int
     shown: Shown
@@ -52,15 +52,15 @@ class RenderedRow(PlannedRow):
 
 @dataclass(frozen=True)
 class Shard:
-    """Rows that one worker generates in one go."""
+    """Rows that one worker generates in one call."""
 
-    name: Inside  # of its files: "00000"
+    name: Inside  # the stem of its files, such as "00000"
     side: Side
-    group: str  # of its first row
+    group: str  # the pool group of its first row
     num_rows: int
-    path: Inside  # of its Parquet file, relative to the run's folder
-    sha256: str  # of that file
-    is_isolated: bool = False  # whether its rows are those of `Sharding.isolate_ids`
+    path: Inside  # the path of its Parquet file, relative to the run's folder
+    sha256: str  # the checksum of that file
+    is_isolated: bool = False  # whether its rows are from `Sharding.isolate_ids`
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ class SidePlan:
     side: Side
     num_entities: int
     num_carried_over: int
-    num_unpromptable: int  # in quarantine without a prompt tonight: there is none, or the same one failed before
-    routes: dict[str, int]  # scheme -> entities, over all of them
+    num_unpromptable: int  # entities quarantined without being written: no prompt, or the same one failed before
+    routes: dict[str, int]  # routing scheme -> number of entities, over all entities
     shards: tuple[Shard, ...]
-    num_waiting: int = 0  # that keep an earlier text, since a new one is not due or has no place in the budget
-    num_without_text: int = 0  # without a text, for want of evidence or of a place in the budget
-    postponed: dict[str, int] = field(default_factory=dict)  # reason -> entities, of both
-    num_tokens: int = 0  # expected of the shards' texts; 0 where no budget asks
+    num_waiting: int = 0  # entities that keep an earlier text, since a new one is not due or not in the budget
+    num_without_text: int = 0  # postponed entities without a text: too few interactions, or not in the budget
+    postponed: dict[str, int] = field(default_factory=dict)  # reason -> number of entities, of both kinds
+    num_tokens: int = 0  # expected tokens of the shards' texts; 0 if there is no refresh rule
 
 
 _PLAN = TypeAdapter(SidePlan)
@@ -87,7 +87,7 @@ def open_plan(
 ) -> tuple[SidePlan, dict[str, ShardRecord]]:
     """The plan of a side and its finished shards; `make_plan` is called if there is no complete plan.
 
-    What is left of unfinished shards, or of shards of another plan, is deleted.
+    Files of unfinished shards, and of shards of another plan, are deleted.
     """
     plan, finished = load_plan(folder.root, side), folder.shards(side).finished()
     if plan is None or not _is_whole(plan, finished, folder.root):
@@ -113,7 +113,7 @@ def is_by_plan(name: str) -> bool:
 def write_shard_plan(side: Side, name: str, rows: pa.Table, run_dir: Path, is_isolated: bool) -> Shard:
     """Write the rows of a shard for `read_shard`.
 
-    Their columns are `entity_id`, those of `SHOWN_SCHEMA`, `fingerprint`, `previous_ids` and `group`.
+    The columns are `entity_id`, the columns of `SHOWN_SCHEMA`, `fingerprint`, `previous_ids` and `group`.
     """
     path = f"plan/{side}/{name}.parquet"
     written = write_parquet(rows, run_dir / path)
@@ -134,13 +134,13 @@ def read_shard(path: Path) -> list[PlannedRow]:
 
 
 def split_shard(run_dir: Path, shard: Shard) -> tuple[Shard, Shard]:
-    """Replace a shard of two rows or more by its halves, in the plan too, so that later attempts see them."""
+    """Replace a shard of two or more rows by its halves, also in the plan, so that later attempts see them."""
     table = read_parquet(run_dir / shard.path)
     middle = len(table) // 2
     first, second = (
         write_shard_plan(shard.side, f"{shard.name}-{number}", rows, run_dir, shard.is_isolated)
         for number, rows in enumerate((table[:middle], table[middle:]))
-    )  # in the order of names the halves are where the shard was
+    )  # sorted by name, the halves take the shard's place
     plan = load_plan(run_dir, shard.side)
     if plan is not None:
         shards = [part for planned in plan.shards for part in ((first, second) if planned == shard else [planned])]
@@ -149,7 +149,7 @@ def split_shard(run_dir: Path, shard: Shard) -> tuple[Shard, Shard]:
 
 
 def save_plan(plan: SidePlan, run_dir: Path) -> None:
-    """Write a side's plan; the file's existence says that all its shards are on disk."""
+    """Write a side's plan; if the file exists, all its shards are on disk."""
     write_json(asdict(plan), _plan_path(run_dir, plan.side))
 
 
@@ -179,7 +179,7 @@ def drop_plan(run_dir: Path, side: Side) -> None:
 
 
 def _is_whole(plan: SidePlan, finished: Mapping[str, ShardRecord], run_dir: Path) -> bool:
-    """Whether all files of a plan are unchanged: its shards' inputs, and the records that it carries over."""
+    """Whether all files of a plan are there and unchanged: the inputs of its shards, and the records carried over."""
     carried = [record for name, record in finished.items() if name.startswith(CARRIED_SHARD)]
     counts = sum(record.num_rows for record in carried), sum(record.num_quarantined for record in carried)
     is_there = CARRIED_SHARD in finished and counts == (plan.num_carried_over, plan.num_unpromptable)

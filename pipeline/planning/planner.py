@@ -1,6 +1,6 @@
-"""Decides which entities keep their text, and sorts the others into shards by pool group; all in columns.
+"""Deciding which entities keep their text, and sorting the others into shards by pool group; all in columns.
 
-Shards follow the order of pool groups, so that consecutive texts of a worker share drafts.
+Rows are sorted by pool group, so that the texts that a worker writes one after another share drafts.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,12 +39,12 @@ from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.routing.router import Router, Routes
 
 ROWS_AT_ONCE = 64 * 1024
-FILE_ROWS = 64 * 1024  # of records that are carried over, where they are written again
-MIN_SHARED_ROWS = 1024  # of an earlier file: smaller ones are brought together
-SHARDS_A_SIDE = 16  # by default at least, of a side that is not small: so that several workers all have some
-FIRST_TEXTS = 32  # of a side, that are judged before the others are written
-MIN_BATCHES, MAX_BATCHES = 4, 32  # batches of a shard by default; the batch empties at the end of each shard
-# Files of a model's folder that decide, beside the vocabulary, how messages become tokens.
+FILE_ROWS = 64 * 1024  # rows of a file of carried-over records that is written again
+MIN_SHARED_ROWS = 1024  # rows from which on an earlier file is shared; smaller files are merged
+SHARDS_A_SIDE = 16  # default least number of shards of a side that is not small, so that all workers have some
+FIRST_TEXTS = 32  # number of a side's texts that are judged before the others are written
+MIN_BATCHES, MAX_BATCHES = 4, 32  # default batches of a shard; the batch empties at the end of each shard
+# Files of a model's folder that determine, besides the vocabulary, how messages become tokens.
 CHAT_FILES = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.*",
     "additional_chat_templates/*.jinja",
@@ -66,8 +66,8 @@ class CarryOver:
     def write(self) -> dict[str, ShardRecord]:
         """Write the records, once; returns the written shards by name. Before that the plan is incomplete.
 
-        An earlier file whose records all stay is shared, if it is not small. The others' records are brought together,
-        so that files do not become more and smaller from night to night.
+        An earlier file whose records all stay is shared, if it is not small. The records of other files are merged, so
+        that files do not become more and smaller from night to night.
         """
         shards, written = self.folder.shards(self.side), dict[str, ShardRecord]()
         is_left = np.ones(len(self.carried), bool)
@@ -86,9 +86,9 @@ class CarryOver:
 
 
 def _in_files(records: pa.RecordBatchReader) -> Iterator[pa.RecordBatchReader]:
-    """Records in parts of `FILE_ROWS` or a batch more, the last with what is left; one without rows if there is none.
+    """Yield the records in parts of `FILE_ROWS` rows or up to a batch more; without records, one part without rows.
 
-    Each must be read before the next.
+    Each part must be read before the next. The last part may be smaller.
     """
     num_before = 0
 
@@ -108,10 +108,10 @@ def shared_fingerprint(
 ) -> str:
     """The joined parts of fingerprints that all entities of a side share. The model's files are hashed, not loaded.
 
-    A chat template that prints today's date therefore does not change the fingerprints every day.
+    So a chat template that prints today's date does not change the fingerprints every day.
     """
     paths = [path for pattern in CHAT_FILES for path in sorted(model_dir.glob(pattern))]
-    if decoding.adapter is not None:  # its own chat template and tokenizer are used
+    if decoding.adapter is not None:  # the adapter's own chat template and tokenizer are used
         paths += [path for pattern in CHAT_FILES for path in sorted(Path(decoding.adapter).glob(pattern))]
     chat_files = [(path.name, sha256_file(path)) for path in paths]
     chat = [tokenizer_hash(tokenizer_folder(model_dir, decoding.adapter)), chat_files, max_prompt_tokens]
@@ -129,7 +129,7 @@ def shared_fingerprint(
 def side_routes(router: Router | None, tables: Tables, side: Side) -> Routes:
     """The pool group of each entity of a side, from tables that are cut at the end of a date.
 
-    Without a router no entity has a group: there are no pools, or none are used.
+    Without a router (no pools exist, or none are used) no entity has a group.
     """
     entities = tables.entities(side)
     if router is None:
@@ -139,12 +139,12 @@ def side_routes(router: Router | None, tables: Tables, side: Side) -> Routes:
 
 @dataclass(frozen=True)
 class WriteRules:
-    """Which entities get a new text tonight, of those that may.
+    """The rules by which entities get a new text tonight.
 
     Attributes
     ----------
     force : write about unchanged entities too.
-    refresh : decides whose change waits; None: nobody's.
+    refresh : decides which changed entities wait; None: no entity waits.
     excluded : entities, as `run_folder.POSTPONED`, that get no text in any case.
     unusable : rows of the last quarantine; their entities stay there if their prompt is the same.
     """
@@ -161,11 +161,11 @@ class Sharding:
 
     Attributes
     ----------
-    batch_size : texts that a worker writes side by side.
-    size : rows of a shard; None: `default_shard_size`.
+    batch_size : number of texts that a worker writes in a batch.
+    size : number of rows of a shard; None: `default_shard_size`.
     routes : pool groups, as `side_routes` returns them; None: no groups.
     isolate_ids : entities that share no shard with others and come first, so that their time can be measured.
-    is_by_score : the texts that are worth most come first, whatever their group.
+    is_by_score : rows are sorted by the score of their new text, not by group.
     """
 
     batch_size: int
@@ -181,13 +181,12 @@ class SideDecision:
 
     Attributes
     ----------
-    rows : int64[n], the entities that get a new text, with their `fingerprints` and int64[n] `records`, the rows of
-        their earlier records (-1: none).
+    rows : int64[n], the rows of the entities that get a new text.
+    fingerprints, records : their fingerprints, and the rows of their earlier records, int64[n] (-1: none).
     carried, waiting : int64, rows of earlier records that stay: unchanged ones, and those whose new text waits.
     quarantined : entities without a prompt tonight.
-    postponed : as `run_folder.POSTPONED`; None if no rule postpones any.
-    num_tokens : expected of the new texts; 0 without a rule.
-    scores : float64[n], what the new texts are worth; None without a rule.
+    postponed : postponed entities, as `run_folder.POSTPONED`; None if there is no rule.
+    num_tokens, scores : expected tokens of the new texts (0 without a rule), and their scores, float64[n], or None.
     """
 
     rows: np.ndarray
@@ -242,7 +241,7 @@ def write_side_plan(
     sharding: Sharding,
     folder: RunFolder,
 ) -> tuple[SidePlan, CarryOver]:
-    """Write the inputs of a side's shards and who waits; return the plan, and the carry-over that is to be written."""
+    """Write the inputs of a side's shards and the postponed entities; returns the plan, and the carry-over to write."""
     side, rows, postponed, waiting = questions.side, decision.rows, decision.postponed, decision.waiting
     ids = questions.entities[f"{side}_id"]
     write_postponed(folder, side, postponed)
@@ -271,12 +270,12 @@ def write_side_plan(
 
 @dataclass(frozen=True)
 class _Compared:
-    """Entities by how their fingerprint changed: int64 rows of the table; of `carried`, rows of earlier records."""
+    """Entities by the result of comparing fingerprints: int64 rows of the table; for `carried` of earlier records."""
 
     changed: np.ndarray
-    fingerprints: pa.Array  # of the changed ones
+    fingerprints: pa.Array  # of the changed entities
     carried: np.ndarray
-    refused: np.ndarray  # without a prompt
+    refused: np.ndarray  # entities without a prompt
 
 
 def _compared(
@@ -287,7 +286,7 @@ def _compared(
     force: bool,
     on_entities: Callable[[int], None],
 ) -> _Compared:
-    """Compare fingerprints with those of earlier records (`before`, by row), of all entities that are not left out."""
+    """Compare the fingerprints of all entities that are not left out with their earlier records, the rows `before`."""
     changed, carried, refused = [], [], []
 
     def fingerprints_of_changed() -> Iterator[pa.Array]:
@@ -311,7 +310,7 @@ def _compared(
 def _without_failing(
     compared: _Compared, side: Side, ids: pa.ChunkedArray, unusable: pa.Table | None
 ) -> tuple[_Compared, list[QuarantineRow]]:
-    """Leave out entities that have no prompt or whose prompt failed before; return their quarantine rows, too."""
+    """Leave out entities that have no prompt or whose prompt failed before; also returns their quarantine rows."""
     refused = ids.take(pa.array(compared.refused)).to_pylist()
     quarantined = [QuarantineRow.of(entity_id, side, NO_TITLE) for entity_id in refused]
     failing = still_failing(unusable, ids.take(pa.array(compared.changed)).combine_chunks(), compared.fingerprints)
@@ -331,7 +330,7 @@ def _write_shards(
     scores: np.ndarray | None,
     run_dir: Path,
 ) -> tuple[Shard, ...]:
-    """Write what prompts show of the entities of some rows, by group; `columns` and `scores` are of these rows."""
+    """Write the shards of some rows: the contents of prompts, and `columns`; `scores` and `columns` are theirs."""
     side, isolate_ids = questions.side, sharding.isolate_ids
     ids = questions.entities[f"{side}_id"].take(pa.array(rows))
     keys = pc.rank(pc.fill_null(columns["group"], ""), tiebreaker="dense").to_numpy()
@@ -353,22 +352,22 @@ def _concatenated(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def default_shard_size(num_rows: int, batch_size: int) -> int:
-    """The number of rows a shard, for a side with `num_rows` texts to generate.
+    """The number of rows per shard, for a side with `num_rows` texts to generate.
 
-    A shard's texts are written together and with no others, so that its forwards, and with them how sums are rounded,
-    are the same whatever came before it and on which worker. So the batch empties at its end, which costs the less the
-    longer a shard is (`benchmarks/tail.py`); but a killed run loses what is in unfinished ones. A side of two batches
-    or more has two shards at least: with one, a second worker would have nothing to do.
+    A shard's texts are batched only with each other, so that its forwards, and the rounding of their sums, are the same
+    on any worker and after any other shard. So the batch empties at the end of a shard, which costs less per text in
+    longer shards (`benchmarks/tail.py`); but a killed run loses the texts of unfinished shards. A side of two or more
+    batches has at least two shards: with one, a second worker would have nothing to do.
     """
     size = min(max(-(-num_rows // SHARDS_A_SIDE), MIN_BATCHES * batch_size), MAX_BATCHES * batch_size)
     return size if num_rows < 2 * batch_size else min(size, -(-num_rows // 2))
 
 
 def _cut(turns: np.ndarray, is_isolated: np.ndarray, shard_size: int) -> Iterator[tuple[np.ndarray, bool]]:
-    """The places of each shard's rows, and whether they are isolated.
+    """Yield the places of each shard's rows, and whether they are isolated.
 
-    Where none are isolated and shards are long, a few rows of all groups come first: a night of which most cannot be
-    kept is stopped after them. `turns` are places of all rows, by group and else in the input's order.
+    If no rows are isolated and shards are long, a small shard of rows of all groups comes first: a night is stopped
+    after it if most texts cannot be kept. `turns` has the places of all rows, by group and then in the input's order.
     """
     if not is_isolated.any() and len(turns) > shard_size > FIRST_TEXTS:
         stride = len(turns) // FIRST_TEXTS

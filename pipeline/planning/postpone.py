@@ -1,7 +1,7 @@
 """Entities that get no new text tonight: `refresh` postpones them, or the same prompt failed before.
 
 A quarantine row without a text (a lost worker, a prompt that is too long, an empty answer) is tried again: that costs
-little or may succeed. With a text it is not, since the model would write the same.
+little, or may succeed. A row with a text is not tried every night, since the model would write the same.
 """
 
 import datetime
@@ -23,7 +23,7 @@ from laserbatch.pipeline.tables.read import Tables
 from laserbatch.retrieval_pools.ids import rows_among
 
 ROWS_AT_ONCE = 1024 * 1024
-DAYS_BETWEEN_TRIES = 7  # by then other drafts, or a newer parser, may make another text of it, or keep it
+DAYS_BETWEEN_TRIES = 7  # after which other drafts may lead to another text, or a newer parser may accept it
 _SEEN = ["run_id", "num_tokens", "num_history", "num_history_dropped"]
 
 
@@ -33,8 +33,8 @@ class Refresh:
 
     settings: RefreshSettings
     date: datetime.date
-    max_tokens: float | None  # of this side tonight; None: no limit
-    usual_tokens: int  # expected of a text where no earlier one says more
+    max_tokens: float | None  # token limit of this side tonight; None: no limit
+    usual_tokens: int  # expected tokens of a text if there are no earlier texts
     waiting: pa.Table  # entities that the previous night postponed, as `run_folder.POSTPONED`
 
 
@@ -43,16 +43,16 @@ class Chosen:
     """Which changed entities get a new text."""
 
     is_written: np.ndarray  # bool[n]
-    scores: np.ndarray  # float64[n], what each new text is worth
-    postponed: pa.Table  # of POSTPONED
-    num_tokens: int  # expected of the new texts
+    scores: np.ndarray  # float64[n], the value of each new text
+    postponed: pa.Table  # with the schema POSTPONED
+    num_tokens: int  # expected tokens of the new texts
 
 
 def interactions_of(tables: Tables, side: Side) -> np.ndarray:
-    """Interactions of each entity of a side: int64[num_entities]."""
+    """The number of interactions of each entity of a side: int64[num_entities]."""
     codes, rows = tables.coded(side)
     counts = np.zeros(len(rows), np.int64)
-    for start in range(0, len(codes), ROWS_AT_ONCE):  # numpy counts over a copy of 64 bits
+    for start in range(0, len(codes), ROWS_AT_ONCE):  # numpy copies what it counts to 64 bits
         counts += np.bincount(codes[start : start + ROWS_AT_ONCE], minlength=len(rows))
     per_entity = np.zeros(tables.entities(side).num_rows, np.int64)
     per_entity[rows[rows >= 0]] = counts[rows >= 0]
@@ -67,9 +67,9 @@ def choose(
     fingerprints: pa.Array,
     before: np.ndarray,
 ) -> Chosen:
-    """Decide which entities of a side, whose prompt differs from that of their text, get a new one.
+    """Decide which entities get a new text, among those of a side whose prompt differs from the prompt of their text.
 
-    `rows` int64[n] are theirs, with `fingerprints` of tonight; `before` int64[n] those of their earlier records, or -1.
+    `rows` and `before`, int64[n], are the entities' rows and those of their earlier records (-1: none).
     """
     side = questions.side
     entity_ids = questions.entities[f"{side}_id"].combine_chunks().take(pa.array(rows))
@@ -79,7 +79,7 @@ def choose(
     num_tokens = np.full(len(before), float(refresh.usual_tokens))
     if has_text.any():
         last = previous.values(before[has_text], _SEEN)
-        if side == "user":  # of items the number of interactions says nothing of what is new
+        if side == "user":  # the number of an item's interactions does not say what is new about it
             seen[has_text] = last["num_history"].to_numpy() + last["num_history_dropped"].to_numpy()
         written_on = pc.utf8_slice_codeunits(last["run_id"], 0, 10).cast(pa.date32())
         since[has_text] = written_on.cast(pa.int32()).to_numpy()
@@ -129,7 +129,7 @@ def write_postponed(folder: RunFolder, side: Side, postponed: pa.Table | None) -
 def unusable_texts(rows: pa.Table | None, date: datetime.date) -> pa.Table | None:
     """Rows of the last quarantine that are not tried again on a date unless their prompt changes.
 
-    Each entity is tried again on one night a week, not all on the same one.
+    Each entity is tried again on one night a week; the entities are spread over the nights.
     """
     if rows is None:
         return None
@@ -142,7 +142,7 @@ def unusable_texts(rows: pa.Table | None, date: datetime.date) -> pa.Table | Non
 
 
 def still_failing(unusable: pa.Table | None, entity_ids: pa.Array, fingerprints: pa.Array) -> np.ndarray:
-    """The row of each entity in `unusable` that has the same fingerprint: int64[n], -1 without one."""
+    """The row in `unusable` with each entity and its fingerprint, int64[n]; -1 if there is none."""
     if unusable is None:
         return np.full(len(entity_ids), -1)
     rows = rows_among(entity_ids, unusable["entity_id"])
@@ -151,7 +151,7 @@ def still_failing(unusable: pa.Table | None, entity_ids: pa.Array, fingerprints:
 
 
 def _waiting_since(refresh: Refresh, entity_ids: pa.Array) -> pa.Array:
-    """The date since which entities without a text wait: that of the first night that postponed them, else tonight."""
+    """The date since which entities without a text wait: the first night that postponed them, otherwise tonight."""
     tonight = pa.scalar(refresh.date, pa.date32())
     waiting = refresh.waiting.filter(pc.invert(refresh.waiting["has_text"]))
     rows = rows_among(entity_ids, waiting["entity_id"])
@@ -163,5 +163,5 @@ def _schema(entity_id_type: pa.DataType) -> pa.Schema:
 
 
 def _without_history(fingerprints: pa.Array) -> pa.Array:
-    """Fingerprints without their last part, that of the history."""
+    """Fingerprints without their last part, which is for the history."""
     return pc.replace_substring_regex(fingerprints, "-[^-]*$", "")

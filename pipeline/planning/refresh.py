@@ -1,6 +1,6 @@
-"""Which of the texts that could be written anew are worth it tonight: policies and a budget, over columns.
+"""Deciding which texts are worth writing tonight, by rules and a token budget, over columns.
 
-A candidate is an entity whose prompt is not that of its text, or which has no text. It knows no tables and no files.
+Candidates are entities without a text, or with a changed prompt. This module knows no tables and no files.
 """
 
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from pydantic import Field
 from laserbatch.pipeline.validation import Strict
 
 NOT_DUE, BUDGET, EVIDENCE = "not-due", "budget", "evidence"  # why an entity is not asked about tonight
-DAYS_OF_A_POINT = 7  # of waiting, that weigh as much as twice the interactions
+DAYS_OF_A_POINT = 7  # days of waiting that add one to a score, as twice the interactions do
 
 
 class RefreshSettings(Strict):
-    """When a text whose prompt has changed is written again, and how much a night writes."""
+    """The rules by which a text is written again if its prompt has changed, and the token limit of a night."""
 
     min_interactions: int = Field(
         default=0,
         ge=0,
-        description="A user with fewer interactions gets no new text and loses the one that there is, since there is "
-        "too little to write from.",
+        description="A user with fewer interactions gets no new text and loses an existing one, since there is too "
+        "little to write from.",
     )
     min_new_interactions: int = Field(
         default=0,
@@ -45,19 +45,19 @@ class RefreshSettings(Strict):
 
 @dataclass(frozen=True)
 class Candidates:
-    """Columns of the entities that could be written about, each of length n."""
+    """Columns of the entities that could get a new text, each of length n."""
 
     has_text: np.ndarray  # bool
     is_changed_beyond_history: np.ndarray  # bool; template, model, decoding or attributes differ
-    num_interactions: np.ndarray  # int, of today
-    num_seen: np.ndarray  # int, interactions that the text has seen
-    age_days: np.ndarray  # float, since the text was written; without one, since the entity began to wait
-    num_tokens: np.ndarray  # float, expected of its text
+    num_interactions: np.ndarray  # int, the interactions tonight
+    num_seen: np.ndarray  # int, the interactions when the text was written
+    age_days: np.ndarray  # float, days since the text was written; without a text, since the entity began to wait
+    num_tokens: np.ndarray  # float, expected tokens of the new text
 
     def scores(self) -> np.ndarray:
-        """What a new text is worth: log2(2 + interactions) x share of them that are new + days / 7; float64[n].
+        """The value of a new text, float64[n]: log2(2 + interactions) x share of new interactions + days / 7.
 
-        The share is 1 without a text, or if more than the history changed. Days grow without bound, so nobody waits
+        The share is 1 without a text, or if more than the history changed. Days grow without bound, so no entity waits
         for ever.
         """
         most = np.maximum(np.maximum(self.num_interactions, self.num_seen), 1)
@@ -68,19 +68,19 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Decision:
-    """Arrays of length n, one value a candidate."""
+    """Arrays of length n, one value per candidate."""
 
     is_written: np.ndarray  # bool
-    is_over_budget: np.ndarray  # bool; due, but not written for lack of budget
+    is_over_budget: np.ndarray  # bool; due, but not written because the budget is used up
     scores: np.ndarray  # float64
 
 
 def decide(candidates: Candidates, settings: RefreshSettings, max_tokens: float | None = None) -> Decision:
     """Decide which candidates get a new text tonight.
 
-    A candidate is due if it has no text, if more than its history changed, if its text is `max_age_days` old, or if its
-    history has `min_new_interactions` more or fewer than the text has seen. The due ones with the highest scores are
-    written while there are tokens left of `max_tokens`, the side's of tonight; of equal scores the first.
+    A candidate is due if it has no text, if more than its history changed, if its text is `max_age_days` old, or if at
+    least `min_new_interactions` interactions were added or removed since its text. The due candidates with the highest
+    scores (among equal scores the first ones) are written while tokens of `max_tokens`, the side's limit, are left.
     """
     num_new = np.abs(candidates.num_interactions - candidates.num_seen)
     is_other = num_new >= settings.min_new_interactions
