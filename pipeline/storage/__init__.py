@@ -1,1 +1,1 @@
-"""Parquet in and out, manifests, the workspace, quarantine."""
+"""Reading and writing Parquet, manifests, the workspace and quarantine."""

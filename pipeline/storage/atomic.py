@@ -1,8 +1,8 @@
 """Files and folders that appear whole or not at all, and replace earlier ones in one step.
 
-Into a temporary name beside the target, synced, then renamed over it. A process that dies in between leaves at most a
-`.tmp` name, which readers never look at. Where the file system cannot exchange two folders, the earlier folder has a
-`.replaced` name for a moment; after a death in that moment the next writer puts it back.
+They are written under a temporary name next to the target, synced, then renamed to it. A process that dies in between
+leaves at most a `.tmp` name, which readers ignore. If the file system cannot exchange two folders, the earlier folder
+has a `.replaced` name for a moment; if the process dies in that moment, the next writer moves it back.
 """
 
 import ctypes
@@ -24,33 +24,33 @@ from laserbatch.retrieval_pools.atomic import sha256_file as sha256_file
 from laserbatch.retrieval_pools.atomic import size_bytes as size_bytes
 
 REPLACED_SUFFIX = ".replaced"
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants of Linux's renameat2
 _CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY)
 
 
 def link_file(source: Path, target: Path) -> None:
-    """The same file under another name too, or a copy where the file system knows no such thing.
+    """Give a file a second name by a hard link, or copy it if the file system has no hard links.
 
-    Only for files that are never changed in place: what this module writes takes another file's place.
+    Only for files that are never changed in place: this module replaces files as a whole.
     """
     if target.exists() and target.samefile(source):
         return
     with atomic_path(target) as temporary:
         try:
-            os.link(source.resolve(), temporary)  # of a symlink the link itself would be linked
+            os.link(source.resolve(), temporary)  # otherwise a symlink itself would be linked
         except OSError:
             shutil.copy2(source, temporary)
 
 
 @contextmanager
 def atomic_folder(path: Path | str, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary folder to fill, which becomes `path` when the block ends without an error.
+    """Yield a temporary folder to fill, which becomes `path` unless the block raises an error.
 
-    Raises ConfigError where `path` is not empty and `overwrite` False, a file, or the current folder.
+    Raises ConfigError if `path` is not empty and `overwrite` False, a file, or the current folder or above it.
     """
     path = Path(path)
     if path.is_symlink():
-        path = path.resolve()  # what the link names is replaced, and the link stays
+        path = path.resolve()  # the folder that the link names is replaced, and the link stays
     if Path.cwd().is_relative_to(path.resolve()):
         raise ConfigError(f"{path} is the folder that this command runs in, or above it. Give another folder.")
     restore_replaced(path)
@@ -72,7 +72,7 @@ def atomic_folder(path: Path | str, overwrite: bool = False) -> Iterator[Path]:
                 os.replace(temporary, path)
             elif _exchange(temporary, path):
                 sync(path.parent)
-                shutil.rmtree(temporary)  # now the earlier one
+                shutil.rmtree(temporary)  # now the earlier folder
             else:
                 replaced = temporary.with_suffix(REPLACED_SUFFIX)
                 os.replace(path, replaced)
@@ -86,7 +86,7 @@ def atomic_folder(path: Path | str, overwrite: bool = False) -> Iterator[Path]:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Exchange two folders in one step; False where this system or the file system cannot."""
+    """Exchange two folders in one step; returns False if this system or the file system cannot."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):
@@ -100,14 +100,14 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def replaced_folders(path: Path) -> list[Path]:
-    """Earlier folders of a path that a killed writer has moved out of the way and not yet deleted."""
+    """The earlier folders of a path that a killed writer moved out of the way and did not delete."""
     start = f".{path.name}."
     beside = path.parent.iterdir() if path.parent.is_dir() else ()
     return sorted(folder for folder in beside if folder.name.startswith(start) and folder.suffix == REPLACED_SUFFIX)
 
 
 def restore_replaced(path: Path) -> None:
-    """Put back the folder that a killed writer moved out of the way; delete those whose successor is there.
+    """Move the folder that a killed writer moved out of the way back; delete those whose successor is there.
 
     Call it only while no other process writes `path`.
     """
@@ -125,7 +125,7 @@ def leftovers(folder: Path | str) -> list[Path]:
 
 
 def remove_leftovers(folder: Path | str) -> int:
-    """Delete what killed writers left anywhere under a folder; returns how many files and folders.
+    """Delete the temporary files that killed writers left anywhere under a folder; returns the number of paths.
 
     Call it only while no other process writes there (the workspace's lock is held).
     """
@@ -136,12 +136,12 @@ def remove_leftovers(folder: Path | str) -> int:
 
 
 def canonical_json(data: Mapping) -> str:
-    """JSON with sorted keys and no spaces: equal data give equal text, fit for hashing. NaN is refused."""
+    """JSON with sorted keys and no spaces, for hashing: equal data give equal text. NaN is refused."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=str)
 
 
 def write_json(data: Mapping, path: Path | str) -> None:
-    """Write a mapping as indented JSON, atomically. Key order is kept. NaN is refused with a ValueError."""
+    """Write a mapping as indented JSON, atomically, in the order of its keys. Raises ValueError for NaN."""
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False, default=str)
     write_text(text + "\n", path)
 
@@ -153,15 +153,15 @@ def write_text(text: str, path: Path | str) -> None:
 
 
 def share_weights(beside: Path) -> None:
-    """Give weights in the folder of a file its mode: safetensors makes them their owner's alone, whatever the umask."""
+    """Give weights in and below a file's folder its mode; safetensors ignores the umask and makes them private."""
     for path in beside.parent.rglob("*.safetensors"):
         shutil.copymode(beside, path)
 
 
 def read_json(path: Path | str, otherwise: str = "") -> dict:
-    """Read a JSON object. Raises WorkspaceError when the file is missing or holds none.
+    """Read a JSON object. Raises WorkspaceError if the file is missing or does not hold one.
 
-    `otherwise` is what can be done about a damaged file of which there is no copy: ", or ...".
+    `otherwise`, ", or ...", tells the user what to do if there is no copy of the file.
     """
     path = Path(path)
     try:

@@ -1,4 +1,4 @@
-"""What earlier nights left, where tonight's can do without: what is damaged is named in a warning and passed over."""
+"""Reading files of earlier nights that tonight can do without: a damaged file is skipped with a warning."""
 
 import logging
 from collections.abc import Callable
@@ -14,7 +14,7 @@ Otherwise = TypeVar("Otherwise")
 
 
 def unless_damaged(read: Callable[[], Read], otherwise: Otherwise = None) -> Read | Otherwise:
-    """What a function reads from a file, or `otherwise` where its error, which names the file, says that it cannot."""
+    """The result of a function that reads a file; if it raises, warns with its error, and returns `otherwise`."""
     try:
         return read()
     except (WorkspaceError, ConfigError, OSError) as error:

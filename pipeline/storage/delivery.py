@@ -1,8 +1,8 @@
-"""Published runs copied to where readers elsewhere see them: `s3://bucket/prefix`, or any URI that pyarrow knows.
+"""Copying published runs to a place for readers elsewhere: `s3://bucket/prefix`, or any URI that pyarrow knows.
 
-It looks there as in a workspace: `runs/<run_id>/`, and `published.json`, which names the run to read. All files of a
-run are there, each read back and compared, before the pointer is put as the last single object; so readers see one run
-or the other. A delivery that was killed goes on: what is there with the same bytes stays.
+The place has the layout of a workspace: `runs/<run_id>/`, and `published.json`, which names the run to read. All files
+of a run are written, read back and compared before the pointer is written as the last object; so readers see either the
+earlier run or the new one. A delivery that was killed can go on: files with the same bytes stay.
 """
 
 import datetime
@@ -23,14 +23,14 @@ from laserbatch.pipeline.storage.uris import ADVICE, BLOCK_BYTES, filesystem_of,
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
-FOLDERS = ("knowledge", "features", "quarantine", "postponed")  # of a run, beside single files: what readers want
-PLACES = "delivered-to.json"  # of a workspace: every URI that a run of it was sent to, and the last one there
-NUM_AT_ONCE = 8  # files on their way
+FOLDERS = ("knowledge", "features", "quarantine", "postponed")  # a run's folders that are sent, besides single files
+PLACES = "delivered-to.json"  # file of a workspace: all URIs that its runs were sent to, and the last run at each
+NUM_AT_ONCE = 8  # files sent in parallel
 
 
 @dataclass(frozen=True)
 class Delivered:
-    """What one delivery sent; nothing where everything was there."""
+    """The amount that one delivery sent; zero if everything was there."""
 
     num_files: int = 0
     num_bytes: int = 0
@@ -46,7 +46,7 @@ class Destination:
 
     @classmethod
     def at(cls, uri: str) -> "Destination":
-        """Raises ConfigError for what is no URI that pyarrow knows, or has a credential in it."""
+        """The destination at a URI. Raises ConfigError if pyarrow does not know the URI, or it has a credential."""
         return cls(uri, *filesystem_of(uri))
 
     def published(self) -> dict:
@@ -60,14 +60,14 @@ class Destination:
         return pointer if isinstance(pointer, dict) else {}
 
     def runs(self) -> list[str]:
-        """Ids of the runs of which something is there; other files that somebody keeps there are none."""
+        """Ids of the runs that have files there; files that belong to no run are ignored."""
         names = {name.split("/")[0] for name in self._files("runs")}
         return sorted(name for name in names if RUN_ID.fullmatch(name))
 
     def deliver(self, run: RunFolder) -> Delivered:
-        """Have readers there see a finished run, all of it or what they saw before.
+        """Copy a finished run and point readers to it; until then they see the earlier run.
 
-        Raises WorkspaceError where something cannot be sent, or is not there as it was sent.
+        Raises WorkspaceError if a file cannot be sent, or does not arrive as it was sent.
         """
         files = _described(run)
         lines = "".join(f"{sha256}  {name}\n" for name, (_, sha256) in files.items())
@@ -81,7 +81,7 @@ class Destination:
         return sent
 
     def copy(self, run: RunFolder, files: dict[str, tuple[int, str]] | None = None) -> Delivered:
-        """Make the run's folder at the URI equal to the local one; readers still see the run that they saw."""
+        """Make the run's folder at the URI equal to the local one; the pointer stays."""
         files, folder = _described(run) if files is None else files, f"runs/{run.run_id}"
         with naming_uri(self.uri, WorkspaceError):
             remote_sizes = self._files(folder)
@@ -98,7 +98,7 @@ class Destination:
                     raise WorkspaceError(f"{self.uri}: {folder}/{name} is not there as it was sent. {ADVICE}.")
                 return 1
 
-            *names, last = files  # `_SUCCESS`: whoever reads the folder itself sees that it is whole
+            *names, last = files  # the last is `_SUCCESS`, by which readers of the folder itself see that it is whole
             with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
                 are_sent = list(pool.map(sent, names))
             are_sent.append(sent(last))
@@ -106,7 +106,7 @@ class Destination:
         return Delivered(sum(are_sent), num_bytes)
 
     def remove(self, run_ids: Collection[str]) -> list[str]:
-        """Delete what is there of some runs, before them the pointer that names one; returns those that were there."""
+        """Delete some runs, after the pointer if it names one of them; returns those that were there."""
         removed = [run_id for run_id in self.runs() if run_id in run_ids]
         with naming_uri(self.uri, WorkspaceError):
             if self.published().get("run_id") in removed:
@@ -116,7 +116,7 @@ class Destination:
         return removed
 
     def _files(self, folder: str) -> dict[str, int]:
-        """Sizes in bytes of the files under a folder at the URI, by their paths within it."""
+        """The sizes in bytes of the files under a folder at the URI, by their paths within it."""
         from pyarrow.fs import FileSelector
 
         folder = f"{self.root}/{folder}"
@@ -131,7 +131,7 @@ class Destination:
             shutil.copyfileobj(file, out, BLOCK_BYTES)
 
     def _point_to(self, pointer: dict) -> None:
-        """One put, which an object store shows whole or not at all; on a disk a rename."""
+        """Write the pointer by a single put, which an object store shows whole or not at all; on a disk by a rename."""
         target = f"{self.root}/published.json"
         if self.filesystem.type_name == "local":
             write_json(pointer, target)
@@ -148,26 +148,26 @@ class Destination:
 
 
 def known_places(root: Path) -> set[str]:
-    """URIs that runs of the workspace at `root` were sent to, or began to be. Raises WorkspaceError: file damaged."""
+    """URIs to which sending runs of the workspace `root` was begun. Raises WorkspaceError if the file is damaged."""
     return set(_record(root)["places"])
 
 
 def remember_place(root: Path, uri: str) -> None:
-    """Record that a run of the workspace at `root` is going to be sent to a URI; call it before anything is sent."""
+    """Record that a run of the workspace at `root` will be sent to a URI; call it before anything is sent."""
     record, uri = _record(root), uri.rstrip("/")
     if uri not in record["places"]:
         write_json(record | {"places": sorted({*record["places"], uri})}, root / PLACES)
 
 
 def record_delivery(root: Path, uri: str, run_id: str) -> None:
-    """Record that readers at a URI see a run of the workspace at `root` from now on, whichever command sent it."""
+    """Record that readers at a URI now see a run of the workspace at `root`, whichever command sent it."""
     record, now = _record(root), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     last = record.get("last", {}) | {uri.rstrip("/"): {"run_id": run_id, "at": now}}
     write_json(record | {"last": dict(sorted(last.items()))}, root / PLACES)
 
 
 def last_deliveries(root: Path) -> list[dict[str, str | None]]:
-    """By place, in order, what readers see there: `to`, `run_id`, and `at`; both None where no delivery was completed.
+    """The last delivery to each place, sorted by place: `to`, `run_id` and `at`; these are None if none was completed.
 
     Raises WorkspaceError as `known_places` does.
     """
@@ -190,7 +190,7 @@ def _record(root: Path) -> dict:
 
 
 def _described(run: RunFolder) -> dict[str, tuple[int, str]]:
-    """Bytes and SHA-256 of each file of a run that readers want, by its path within it, `_SUCCESS` last."""
+    """The bytes and SHA-256 of each file of a run that is sent, by its path within the run; `_SUCCESS` is the last."""
     paths = [path for name in FOLDERS for path in sorted(paths_below(run.root / name))]
     paths = [path for path in paths if path.is_file() and not path.name.startswith(".")]
     paths += sorted(run.root.glob("*.parquet"))

@@ -1,4 +1,4 @@
-"""What is counted and measured of a run: the figures of its manifest, which stages make and reports show."""
+"""The counts and measurements of a run: the figures of its manifest, which stages make and reports show."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,13 +18,13 @@ def _inside(path: str) -> str:
     return path
 
 
-# Of a file that a run wrote down, relative to its folder: what is read from a disk may have been changed there.
+# A path of a file of a run, relative to the run's folder; checked, since the JSON may have been changed on disk.
 Inside = Annotated[str, AfterValidator(_inside)]
 
 
 @dataclass(frozen=True)
 class PoolFigures:
-    """A pool that a run drafts from; `groups` has the numbers of texts and tokens of each."""
+    """A pool that a run drafts from; `groups` has the numbers of texts and tokens of each group."""
 
     version: str
     num_texts: int
@@ -36,10 +36,10 @@ class PoolFigures:
 class PoolBuilt(PoolFigures):
     """A pool that was built from a run's texts."""
 
-    incremental: bool  # whether it was merged from an earlier version's
-    num_texts_changed: int  # that had to be sorted
+    incremental: bool  # whether it was merged with an earlier version's pool
+    num_texts_changed: int  # number of texts that had to be sorted
     build_s: float
-    calibration_error: float | None  # expected, on texts that estimates were not fitted to; None without replays
+    calibration_error: float | None  # expected calibration error on texts not fitted to; None without replays
 
 
 @dataclass(frozen=True)
@@ -70,38 +70,38 @@ class ModelFigures:
 
 @dataclass(frozen=True)
 class WorkerFigures:
-    """How many workers wrote side by side, and on what."""
+    """The number of workers that wrote in parallel, and their resources."""
 
     num_workers: int
     num_threads: int
     device: str
-    price_per_hour: float | None = None  # of the whole cluster, in whatever currency
-    num_gpus: int = 0  # of all workers; several may share one
+    price_per_hour: float | None = None  # of the whole cluster, in any currency
+    num_gpus: int = 0  # GPUs of all workers; several workers may share one
 
     @property
     def num_billed(self) -> int:
-        """GPUs that they hold, or on CPUs workers."""
+        """The number of GPUs, or on CPUs of workers."""
         return self.num_gpus if self.num_gpus else self.num_workers
 
 
 @dataclass(frozen=True)
 class EndpointFigures:
-    """The server that wrote a run's texts, and what its answers took, over all attempts."""
+    """The server that wrote a run's texts, and the counts of its answers, over all attempts."""
 
     url: str
-    model: str  # as the server calls it
+    model: str  # the server's name for the model
     api: str
-    num_requests: int  # that were answered
+    num_requests: int  # answered requests
     num_retries: int
-    num_prompt_tokens: int  # cached ones included
+    num_prompt_tokens: int  # including cached tokens
     num_cached_tokens: int
     num_completion_tokens: int
-    answered_by: dict[str, int]  # what the server said it is -> answers
-    cost: float | None = None  # in whatever currency; None without a price
+    answered_by: dict[str, int]  # what the server said it is -> number of answers
+    cost: float | None = None  # in any currency; None without a price
 
     @property
     def changes(self) -> str | None:
-        """A warning where more than one server, or more than one version of it, answered; None where one did."""
+        """A warning if more than one server, or more than one version of it, answered; otherwise None."""
         if len(self.answered_by) < 2:
             return None
         parts = "; ".join(f"{name}: {num} answers" for name, num in self.answered_by.items())
@@ -112,15 +112,15 @@ class EndpointFigures:
 class ExternalCorpusFigures:
     """The texts of earlier nights that a server drafted from, in the last attempt that wrote texts."""
 
-    num_texts: int  # that were uploaded
-    num_left_out: int  # for which the server has no room, or that another model wrote
-    num_tokens: int  # that the server loaded
+    num_texts: int  # uploaded texts
+    num_left_out: int  # texts for which the server has no room, or that another model wrote
+    num_tokens: int  # tokens that the server loaded
     problem: str = ""  # why there was no corpus, or why it is still on the server
 
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """How a shard's texts were written: by which plan, model and number of workers, and what was counted."""
+    """The plan, model and number of workers that a shard's texts were written with, and the counts."""
 
     planned_sha256: str
     group: str
@@ -131,15 +131,15 @@ class ShardInfo:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A finished shard, as its JSON file says; the rows that failed lie beside it."""
+    """The record of a finished shard in its JSON file; the failed rows are in a file next to that."""
 
-    name: Inside  # of the files, without suffix: "00000"
-    file: Inside  # of its knowledge, relative to the run folder
+    name: Inside  # name of the files, without suffix: "00000"
+    file: Inside  # the knowledge file, relative to the run folder
     num_rows: int
-    sha256: str  # of the knowledge file
+    sha256: str  # checksum of the knowledge file
     num_quarantined: int = 0
     quarantine_sha256: str | None = None
-    info: ShardInfo | None = None  # None where its texts needed no model
+    info: ShardInfo | None = None  # None if no model wrote its texts
 
     @property
     def written_by(self) -> ShardInfo:
@@ -169,10 +169,10 @@ class SampleText:
 
 @dataclass(frozen=True)
 class BudgetForecast:
-    """What a budget was chosen for; None where nothing was replayed."""
+    """The forecast by which a budget was chosen; values are None if nothing was replayed."""
 
     reason: str  # how it was chosen, in a sentence
-    step_cost: str | None = None  # the name of the step cost; None where it did not matter
+    step_cost: str | None = None  # the name of the step cost; None if it did not matter
     batch_size: int | None = None
     tokens_per_step: float | None = None  # bonus token included
     mean_drafted: float | None = None
@@ -181,17 +181,17 @@ class BudgetForecast:
 
 @dataclass(frozen=True)
 class BudgetFigures:
-    """How much of a side is drafted, and why."""
+    """The draft budget of a side, and the reason for it."""
 
     max_draft_tokens: int
     min_acceptance: float
     forecast: BudgetForecast
-    is_by_step: bool = False  # each step gets what pays of it
+    is_by_step: bool = False  # whether each step drafts only the tokens of the budget that pay
 
 
 @dataclass(frozen=True)
 class SideFigures:
-    """What was done of a side; counts are of entities. Of plain decoding there are neither budget nor samples."""
+    """The work done for a side; counts are of entities. For plain decoding there are neither budget nor samples."""
 
     num_entities: int
     num_generated: int
@@ -199,15 +199,15 @@ class SideFigures:
     num_quarantined: int
     num_stale: int  # entities in quarantine that keep the stale text of an earlier night
     quarantine_reasons: dict[str, int]
-    routes: dict[str, int]  # scheme -> entities
+    routes: dict[str, int]  # routing scheme -> number of entities
     shards: list[ShardRecord]
     stats: DecodingStats
     budget: BudgetFigures | None = None
     samples: list[SampleText] = field(default_factory=list)
-    num_waiting: int = 0  # that keep the text of an earlier prompt: a new one is not due, or is over the budget
-    num_without_text: int = 0  # without a text, for want of interactions or of a place in the budget
-    postponed: dict[str, int] = field(default_factory=dict)  # reason -> entities, of both
-    stats_of_tonight: DecodingStats | None = None  # of plain decoding: of the entities that the night wrote about
+    num_waiting: int = 0  # entities that keep the text of an earlier prompt: a new one is not due, or over the budget
+    num_without_text: int = 0  # postponed entities without a text: too few interactions, or over the budget
+    postponed: dict[str, int] = field(default_factory=dict)  # reason -> number of entities, of both kinds
+    stats_of_tonight: DecodingStats | None = None  # plain decoding only: stats of the entities that the night wrote
 
     @property
     def forecast_acceptance(self) -> float:
@@ -231,12 +231,12 @@ class FeatureFigures:
     parts: tuple[FeatureFile, ...]
     dim: int
     centroids: Inside
-    num_clusters: int  # that somebody is in
-    num_encoded: int  # whose vectors were not known
-    num_truncated: int  # of those, texts that lost their end
+    num_clusters: int  # clusters with at least one entity
+    num_encoded: int  # texts whose vectors were not known
+    num_truncated: int  # encoded texts that were cut at the limit
     encoder: str
-    codebook: str  # cluster ids of runs compare where it is the same
-    fields: tuple[str, ...] | None = None  # parts of answers that were encoded, none: whole texts; None: not recorded
+    codebook: str  # cluster ids of runs can be compared if it is the same
+    fields: tuple[str, ...] | None = None  # parts of answers that were encoded; empty: whole texts; None: not recorded
 
     @property
     def num_rows(self) -> int:
@@ -245,7 +245,7 @@ class FeatureFigures:
 
 @dataclass(frozen=True)
 class CtrScores:
-    """A CTR model with a variant of knowledge, on the test part: means over seeds, and their standard deviations."""
+    """The scores of a CTR model with a variant of knowledge on the test part: means and deviations over seeds."""
 
     model: str
     variant: str  # "none", "plain", or the verifier of the run's own texts
@@ -271,27 +271,27 @@ class CtrVerdict:
     margin: float
     confidence: float
     verdict: str
-    power: float | None = None  # how probably two texts of no true difference would be called equivalent
-    seeds_needed: int | None = None  # for a power of 0.8, on the same test rows; None: no number is enough
-    rows_needed: int | None = None  # test rows for that, with the same seeds; None likewise
+    power: float | None = None  # probability that texts without a true difference are called equivalent
+    seeds_needed: int | None = None  # seeds for a power of 0.8, on the same test rows; None: no number is enough
+    rows_needed: int | None = None  # test rows for a power of 0.8, with the same seeds; None: no number is enough
 
 
 @dataclass(frozen=True)
 class CtrFigures:
-    """The CTR comparison, or why there is none; `equivalence` is by model and of "all", `seeds` every training."""
+    """The CTR comparison, or why there is none; `equivalence` is by model or "all", `seeds` has one per training."""
 
     skipped: str | None = None
     split: dict[str, int] = field(default_factory=dict)
     rows: list[CtrScores] = field(default_factory=list)
     equivalence: dict[str, CtrVerdict] = field(default_factory=dict)
     seeds: list[dict[str, Any]] = field(default_factory=list)
-    judged_run_id: str | None = None  # the earlier run whose features these are, where nothing can judge the run's own
-    judged_age_days: int = 0  # how much older than the run it is
+    judged_run_id: str | None = None  # the earlier run whose features were judged, if the run's own cannot be judged
+    judged_age_days: int = 0  # days between that run and this one
 
 
 @dataclass(frozen=True)
 class GateFigures:
-    """What a gate measured, of a side or of the whole run, and its verdict."""
+    """The value that a gate measured, for a side or for the whole run, and its verdict."""
 
     gate: str
     side: Side | None = None
@@ -299,49 +299,49 @@ class GateFigures:
     limit: float | None = None
     verdict: Literal["passes", "warns", "blocks"] = "passes"
     reason: str = ""  # why there is no value, or why it only warns
-    can_block: bool = True  # whether a value beyond its limit blocks the publication, else it warns
+    can_block: bool = True  # whether a value beyond its limit blocks the publication; otherwise it warns
 
 
 @dataclass(frozen=True)
 class AuditedText:
-    """A text of the night beside what plain decoding wrote of the same prompt."""
+    """A text of the night compared with the text of plain decoding for the same prompt."""
 
     entity_id: str | int
     text: str
     plain_text: str
     length_ratio: float  # of tokens
     cosine: float
-    added_repetition: float  # share of n-grams that stood in the text before, less that of the plain text
-    lost_fields: float  # share of the fields asked for that it has, taken from that of the plain text
-    names: list[str]  # that stand in neither prompt nor catalogue, nor in the plain text
+    added_repetition: float  # share of repeated n-grams, minus that of the plain text
+    lost_fields: float  # the plain text's share of the requested fields, minus this text's
+    names: list[str]  # names that are in neither the prompt, the catalogue nor the plain text
 
 
 @dataclass(frozen=True)
 class AuditedMean:
-    """Means over the texts of the night and over the plain ones."""
+    """Means over the texts of the night and over the plain texts."""
 
     own: float
     plain: float
-    surely_worse: float  # by how much: the mean difference less two standard errors, never below 0
+    surely_worse: float  # the mean difference minus two standard errors, at least 0
 
 
 @dataclass(frozen=True)
 class SideAudit:
-    """Texts of a side beside plain ones of the same prompts."""
+    """Texts of a side compared with plain texts of the same prompts."""
 
     num_pairs: int
     num_identical: int
     length_ratio: float  # of all tokens
     cosine: float  # mean
-    repetition: AuditedMean  # shares of n-grams that stood in the text before
-    fields: AuditedMean  # shares of the fields asked for; 1 where the template asks for none by name
-    names: AuditedMean  # a text, that stand in neither prompt nor catalogue
-    cases: list[AuditedText] = field(default_factory=list)  # the worst, which the report shows
+    repetition: AuditedMean  # shares of repeated n-grams
+    fields: AuditedMean  # shares of the requested fields; 1 if the template requests none by name
+    names: AuditedMean  # names per text that are in neither the prompt nor the catalogue
+    cases: list[AuditedText] = field(default_factory=list)  # the worst texts, which the report shows
 
 
 @dataclass(frozen=True)
 class AuditFigures:
-    """Texts of the night beside plain ones, or why there are none."""
+    """Texts of the night compared with plain ones, or why there is no comparison."""
 
     skipped: str | None = None
     sides: dict[Side, SideAudit] = field(default_factory=dict)
@@ -349,7 +349,7 @@ class AuditFigures:
 
 @dataclass(frozen=True)
 class PreviousNight:
-    """The run that a run was built on, and what of it is compared with the night after."""
+    """The run that a run was built on, and its figures that are compared with the later run's."""
 
     run_id: str
     sides: dict[Side, DecodingStats]

@@ -1,7 +1,7 @@
-"""Entities taken out of a finished run: their rows of every Parquet file, and what its JSON files count and show.
+"""Removing entities from a finished run: their rows in all Parquet files, and the counts and samples in JSON files.
 
-Each file changes in one step, and what is counted is counted anew from the files, so that doing it again after a death
-in between ends in the same bytes. Whose a row is says `user_id` or `item_id`, or `entity_id` in what a side names.
+Each file changes in one step, and counts are made anew from the files, so repeating it after a death in between gives
+the same bytes. The entity of a row is in `user_id` or `item_id`, or in `entity_id` if the path names a side.
 """
 
 import json
@@ -26,19 +26,19 @@ from laserbatch.pipeline.storage.run_folder import RunFolder
 
 Ids = Mapping[Side, frozenset[str]]  # as text, whatever their type in a file
 RECEIPTS = "forgotten"  # folder of a workspace
-OUT_OF_REACH = 1e3  # of every vector, which have length one: the centroid of a cluster that nobody is left in
+OUT_OF_REACH = 1e3  # coordinates of an empty cluster's centroid, far from all vectors, which have length 1
 
 
 def unfinished_receipts(root: Path) -> list[Path]:
-    """Receipts in a workspace of commands that were killed, and not given again; those that are damaged are none."""
+    """Receipts in a workspace of commands that were killed and not repeated; damaged receipts are skipped."""
     paths = sorted((root / RECEIPTS).glob("*.json"))
     return [path for path in paths if not unless_damaged(partial(read_json, path), {}).get("is_done", True)]
 
 
 def rows_of(root: Path, ids: Ids) -> tuple[dict[str, int], dict[Side, set[str]]]:
-    """Number of rows of some entities by file below a folder, and which of them are there.
+    """The number of rows of some entities, by file below a folder, and the ids that were found.
 
-    Raises WorkspaceError, which names the file, where one cannot be read.
+    Raises WorkspaceError, which names the file, if one cannot be read.
     """
     num_rows: dict[str, int] = {}
     seen: dict[Side, set[str]] = {side: set() for side in SIDES}
@@ -66,14 +66,14 @@ def is_of(column: pa.Array | pa.ChunkedArray, ids: frozenset[str]) -> pa.Array |
 
 
 def forget_in_run(run: RunFolder, files: Mapping[str, int], ids: Ids) -> int:
-    """Take entities out of the files of a run that hold them; returns how many of the report's samples were theirs.
+    """Remove entities from a run's files; returns the number of the report's samples that were theirs.
 
-    `files` are those that `rows_of` named, now or in an attempt that died; the report is to be drawn anew.
+    `files` are those that `rows_of` returned, now or in an attempt that died. The report must then be drawn anew.
     """
     for side in SIDES:
         for folder in (run, run.plain) if ids[side] else ():
-            # The centroids of codes that nobody else has may be made of the entities' vectors alone. Those of unused
-            # codes are moved, too: a text may have left its cluster, and plain texts share these codes.
+            # A centroid whose code no other entity has may be made only of these entities' vectors. Centroids of unused
+            # codes are moved too: a text may have left its cluster, and plain texts share these codes.
             if (read := _Codebook.read(folder, side)) is not None:
                 read.move(~read.has_code(ids[side], of_others=True))
     for name in files:
@@ -107,7 +107,7 @@ def forget_in_run(run: RunFolder, files: Mapping[str, int], ids: Ids) -> int:
 
 
 def _owners(path: Path, root: Path) -> list[tuple[str, Side]]:
-    """The columns of a file that say whose a row is, each with its side."""
+    """The columns of a file with the entity of each row, each with its side."""
     try:
         names = pq.read_schema(path).names
     except (pa.ArrowException, OSError) as error:
@@ -131,7 +131,7 @@ def _take_rows_out(path: Path, root: Path, ids: Ids) -> None:
 
 
 def vectors_of_their_own(run: RunFolder, ids: Ids) -> dict[Side, set[bytes]]:
-    """The centroids, as float32 bytes, whose codes some entities have and nobody else."""
+    """The centroids, as float32 bytes, whose codes only these entities have."""
     vectors: dict[Side, set[bytes]] = {}
     for side in SIDES:
         if ids[side] and (read := _Codebook.read(run, side)) is not None:
@@ -141,7 +141,7 @@ def vectors_of_their_own(run: RunFolder, ids: Ids) -> dict[Side, set[bytes]]:
 
 
 def leave_inherited_clusters(run: RunFolder, vectors: Mapping[Side, set[bytes]]) -> None:
-    """Move centroids with these vectors out of reach, in a run whose codebook goes on from that of an earlier run."""
+    """Move centroids with these vectors out of reach, in a run whose codebook continues that of an earlier run."""
     for side, known in vectors.items():
         for folder in (run, run.plain) if known else ():
             if (read := _Codebook.read(folder, side)) is not None:
@@ -169,7 +169,7 @@ class _Codebook:
         return cls(path, centroids, values, read_parquet(features, columns))
 
     def has_code(self, ids: frozenset[str], of_others: bool = False) -> np.ndarray:
-        """Whether some of these entities, or of all others, have each centroid's code: bool[num_centroids]."""
+        """Whether any of these entities, or of all others, has each centroid's code: bool[num_centroids]."""
         theirs = is_of(self.features[0], ids)
         table = self.features.filter(pc.invert(theirs) if of_others else theirs)
         is_had = np.zeros(len(self.values), bool)
@@ -190,12 +190,12 @@ class _Codebook:
 
 
 def _sums(root: Path, names: Iterable[str]) -> dict[str, tuple[str, int]]:
-    """Checksum and number of rows of some files below a folder."""
+    """The checksum and number of rows of some files below a folder."""
     return {name: (sha256_file(root / name), pq.read_metadata(root / name).num_rows) for name in names}
 
 
 def _update(described: Any, sums: Mapping[str, tuple[str, int]]) -> None:
-    """Bring checksums and numbers of rows up to date, wherever in a JSON value a file is described."""
+    """Update the checksum and number of rows of each file that is described anywhere in a JSON value."""
     if isinstance(described, list):
         for part in described:
             _update(part, sums)
@@ -204,7 +204,7 @@ def _update(described: Any, sums: Mapping[str, tuple[str, int]]) -> None:
     name = described.get("file") or described.get("path") or ""
     if name in sums and "sha256" in described:
         described["sha256"], described["num_rows"] = sums[name]
-    if "quarantine_sha256" in described:  # the record of a shard: what failed and what was planned lie beside it
+    if "quarantine_sha256" in described:  # the record of a shard, whose quarantine and plan are files of the same name
         _, side, file = name.split("/")
         failed, planned = f"shards/{side}/{file}", f"plan/{side}/{file}"
         if failed in sums:
@@ -226,7 +226,7 @@ def _recount_plan(plan: dict[str, Any], folder: RunFolder) -> None:
 
 
 def _recount_postponed(described: dict[str, Any], folder: RunFolder, side: Side) -> int:
-    """Count postponed entities again in a plan or a manifest; return how many there are."""
+    """Count postponed entities again in a plan or a manifest; returns their number."""
     postponed = folder.read_postponed(side)
     described["postponed"] = count_reasons(postponed)
     described["num_waiting"] = pc.sum(postponed["has_text"]).as_py() or 0
@@ -235,7 +235,7 @@ def _recount_postponed(described: dict[str, Any], folder: RunFolder, side: Side)
 
 
 def _recount_side(figures: dict[str, Any], folder: RunFolder, side: Side) -> None:
-    """Count a side's rows again from its files in the manifest; what was counted while writing stays."""
+    """Update a side's numbers of rows in the manifest from its files; counts of the writing itself stay."""
 
     def num_rows(path: Path) -> int:
         return pq.read_metadata(path).num_rows if path.exists() else 0
