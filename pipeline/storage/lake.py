@@ -1,8 +1,8 @@
 """Features of published runs as tables of Delta Lake (`delta:s3://bucket/prefix`) or Iceberg (`iceberg://catalog/name`).
 
-Each delivery adds the features of a run to `item_features`, then to `user_features`, in one commit of each table. Rows
-name the run in `delivered_run_id`, and `delivery` is a number that grows: readers take the run of the highest number in
-`user_features`, and both tables have every row of it. Nobody sees rows that are not committed.
+Each delivery adds the features of a run to `item_features`, then to `user_features`, with one commit per table. Rows
+name the run in `delivered_run_id`, and have an increasing number in `delivery`: readers take the run of the highest
+number in `user_features`, and both tables have all its rows. Readers do not see rows before their commit.
 """
 
 import re
@@ -28,26 +28,26 @@ from laserbatch.pipeline.storage.uris import ADVICE, without_credentials
 DELTA, ICEBERG = "delta:", "iceberg://"
 RUN, NUMBER = "delivered_run_id", "delivery"  # columns before those of a feature table
 IN_ORDER: tuple[Side, Side] = ("item", "user")
-FILE_BYTES, GROUP_ROWS = 128 << 20, 4 * ROW_GROUP_ROWS  # of a table's files: that much is in memory, some times over
+FILE_BYTES, GROUP_ROWS = 128 << 20, 4 * ROW_GROUP_ROWS  # of a table's files; memory is some multiple of this
 _DELTA_URI = re.compile(r"delta:[a-z0-9+]+://.+")
 _ICEBERG_URI = re.compile(r"iceberg://([\w.-]+)(?:/[\w-]+)+/?")
 
 
 def is_lake(uri: str) -> bool:
-    """Whether a URI names tables of a lake, and not a place for files."""
+    """Whether a URI names the tables of a lake, not a place for files."""
     return uri.startswith((DELTA, ICEBERG))
 
 
 @dataclass(frozen=True)
 class LakeTables:
-    """The feature tables at a URI; make them with `LakeTables.at`. It stands for a `Destination`."""
+    """The feature tables at a URI; make them with `LakeTables.at`. It has the methods of a `Destination`."""
 
     uri: str
     _known: dict[Side, dict[str, tuple[int, int]]] = field(default_factory=dict, compare=False)  # see `_delivered`
 
     @classmethod
     def at(cls, uri: str) -> "LakeTables":
-        """Raises ConfigError: the URI has another form or a credential in it, or the library is not installed."""
+        """The tables at a URI. Raises ConfigError if it is malformed, has a credential, or the library is missing."""
         without_credentials(uri)
         is_delta = uri.startswith(DELTA)
         if not (_DELTA_URI if is_delta else _ICEBERG_URI).fullmatch(uri):
@@ -60,7 +60,7 @@ class LakeTables:
 
     def published(self) -> dict:
         """`run_id` of the run that readers take; empty before the first delivery."""
-        delivered = self._delivered("user") or self._delivered("item")  # of a workspace without users
+        delivered = self._delivered("user") or self._delivered("item")  # items: of a workspace without users
         numbers = {number: run_id for run_id, (number, _) in delivered.items()}
         return {"run_id": numbers[max(numbers)]} if numbers else {}
 
@@ -68,10 +68,10 @@ class LakeTables:
         return sorted({run_id for side in IN_ORDER for run_id in self._delivered(side)})
 
     def deliver(self, run: RunFolder) -> Delivered:
-        """Have readers take a finished run. A table whose highest number is that run's already stays as it is.
+        """Add a finished run, which readers then take. A table whose highest number is that run's already stays as is.
 
-        Raises WorkspaceError where something cannot be written, a table has other columns or vectors of another length,
-        or the run has no rows for a table that has earlier runs, which readers would go on with.
+        Raises WorkspaceError if rows cannot be written, a table has other columns or vectors of another length, or the
+        run has no rows for a table with earlier runs, which readers would go on using.
         """
         paths = []
         for side in IN_ORDER:
@@ -91,7 +91,7 @@ class LakeTables:
         return _sent(paths)
 
     def copy(self, run: RunFolder) -> Delivered:
-        """Bring the rows of a run to what it holds here, if rows were taken out of it; readers still take the same."""
+        """Write the rows of a run again if rows were removed from it here; readers still take the same run."""
         paths = []
         for side in IN_ORDER:
             number, num_rows = self._delivered(side).get(run.run_id, (0, 0))
@@ -112,7 +112,7 @@ class LakeTables:
         return sorted(removed)
 
     def _delivered(self, side: Side) -> dict[str, tuple[int, int]]:
-        """The number and the rows of each run in a side's table; read once, and again after a commit of ours."""
+        """The delivery number and number of rows of each run in a side's table; cached until a commit of ours."""
         if side in self._known:
             return self._known[side]
         counts: Counter[tuple[str, int]] = Counter()
@@ -175,7 +175,7 @@ class LakeTables:
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
-        """Have what a library of tables refuses in the block be an error of ours, which names the URI."""
+        """Turn errors of the table library in the block into WorkspaceError, which names the URI."""
         advice = ADVICE
         if self.uri.startswith(ICEBERG):
             advice = "Check the catalogue in .pyiceberg.yaml or PYICEBERG_CATALOG__*, and that it can be reached"
@@ -188,7 +188,7 @@ class LakeTables:
 
 
 class _DeltaTable:
-    """A table of Delta Lake at a URI, which need not be there yet: it has no schema then."""
+    """A table of Delta Lake at a URI. It need not exist yet; then it has no schema."""
 
     def __init__(self, uri: str) -> None:
         self._uri = uri
@@ -210,7 +210,7 @@ class _DeltaTable:
         yield from pa.RecordBatchReader.from_stream(self._opened().scan(columns=list(columns)))
 
     def write(self, rows: pa.RecordBatchReader, run_id: str, is_new: bool) -> None:
-        """Commit the rows of a run, in the place of those that the table has of it unless the run `is_new`."""
+        """Commit the rows of a run. They replace the run's rows in the table unless the run `is_new`."""
         from deltalake import WriterProperties, write_deltalake
 
         options: dict[str, Any] = {"partition_by": [RUN, NUMBER], "target_file_size": FILE_BYTES}
@@ -225,7 +225,7 @@ class _DeltaTable:
 
 
 class _IcebergTable:
-    """The same as a table of an Iceberg catalogue, which pyiceberg's own configuration describes by its name."""
+    """A table of an Iceberg catalogue, named in pyiceberg's configuration, with the methods of `_DeltaTable`."""
 
     def __init__(self, catalog: str, namespace: tuple[str, ...], name: str) -> None:
         from pyiceberg.catalog import load_catalog
@@ -251,13 +251,13 @@ class _IcebergTable:
         table = self._opened()
         scan = table.scan(selected_fields=tuple(columns))
         read = ArrowScan(table.metadata, table.io, scan.projection(), AlwaysTrue())
-        for task in scan.plan_files():  # a file at a time: `scan` itself reads ahead, until all files are in memory
+        for task in scan.plan_files():  # a file at a time: `scan` itself would read ahead all files into memory
             yield from read.to_record_batches([task])
 
     def write(self, rows: pa.RecordBatchReader, run_id: str, is_new: bool) -> None:
         table = self._opened()
         if table is None:
-            # Whole run ids as bounds of each file: the files of a run are then replaced without reading them.
+            # The bounds of each file have whole run ids: the files of a run are then replaced without reading them.
             properties = {
                 f"write.metadata.metrics.column.{RUN}": "full",
                 "write.target-file-size-bytes": str(FILE_BYTES),
@@ -274,13 +274,13 @@ class _IcebergTable:
 
 
 def _of_runs(run_ids: Collection[str]) -> str:
-    """The condition of rows of some runs, in the language of both libraries."""
+    """The condition for rows of some runs, in a syntax that both libraries accept."""
     quoted = ", ".join(f"'{run_id}'" for run_id in sorted(run_ids))
     return f"{RUN} IN ({quoted})"
 
 
 def _features(run: RunFolder, side: Side) -> list[Path]:
-    """The files of a side's features. Raises WorkspaceError where there is none."""
+    """The files of a side's features. Raises WorkspaceError if there are none."""
     path = run.features_path(side)
     files = parquet_files(path)
     if not files:
@@ -290,13 +290,13 @@ def _features(run: RunFolder, side: Side) -> list[Path]:
 
 
 def _schema(features: pa.Schema) -> pa.Schema:
-    """The columns of a table: those of a feature file in types that both formats know, after the run and its number."""
+    """The columns of a table: the run, its number, and those of a feature file in types that both formats know."""
     of_run = [pa.field(RUN, pa.string(), nullable=False), pa.field(NUMBER, pa.int64(), nullable=False)]
     return pa.schema([*of_run, *(pa.field(field.name, _plain(field.type), field.nullable) for field in features)])
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    """The type of a column in a table: lists have no length, text and ids are not limited to some size."""
+    """The type of a column in a table: lists without a fixed length, and strings of one type."""
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         return pa.list_(kind.value_type)
     if pa.types.is_large_string(kind):

@@ -1,4 +1,4 @@
-"""The lock of a workspace: one writer at a time, and whether somebody holds it."""
+"""The lock of a workspace, for one writer at a time, and asking whether a process holds it."""
 
 import fcntl
 import logging
@@ -21,8 +21,8 @@ NUM_TRIES, RETRY_AFTER_S = 5, 0.02  # while the lock is held
 def hold_lock(root: Path) -> Iterator[None]:
     """Hold the workspace in `root` for writing. Raises WorkspaceBusy, with pid and host, if another process holds it.
 
-    The kernel holds the lock (flock) for as long as this process lives, so a dead holder's is free at once; the
-    file says who holds it, for people. The file is never deleted: a delete could take away another's lock.
+    The kernel holds the lock (flock) for as long as this process lives, so the lock of a dead process is free at once.
+    The file names the holder, for people. It is never deleted: that could remove another process's lock.
     """
     descriptor = os.open(root / "LOCK", os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -43,7 +43,7 @@ def hold_lock(root: Path) -> Iterator[None]:
         if left_by:
             logger.warning("the lock of %s was left by %s, which is gone; taking it over", root, left_by)
         os.ftruncate(descriptor, 0)
-        with suppress(OSError):  # on a full disk: who holds it is for people, and `pools gc` is to make room
+        with suppress(OSError):  # on a full disk: the text is only for people, and `pools gc` must be able to make room
             os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
         try:
             yield
@@ -55,7 +55,7 @@ def hold_lock(root: Path) -> Iterator[None]:
 
 
 def _take(descriptor: int) -> None:
-    """Lock a file for writing. Raises BlockingIOError where it stays held: `status` holds it for a moment to look."""
+    """Lock a file for writing. Raises BlockingIOError if it stays held; `status` holds it only for a moment."""
     for _ in range(NUM_TRIES - 1):
         with suppress(BlockingIOError):
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -64,9 +64,9 @@ def _take(descriptor: int) -> None:
 
 
 def probe_lock(path: Path) -> Literal["held", "free", "unknown"]:
-    """Ask the file system whether a process holds a lock file; the lock is held for no longer than the call.
+    """Ask the file system whether a process holds a lock file, by taking the lock for the duration of the call.
 
-    "held" is certain, "free" of this host alone. "unknown": the file cannot be opened, or there is no flock.
+    "held" is certain; "free" is certain only for this host. "unknown": the file cannot be opened, or there is no flock.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -84,5 +84,5 @@ def probe_lock(path: Path) -> Literal["held", "free", "unknown"]:
 
 
 def _holder(descriptor: int) -> str:
-    """The holder that the lock file names; empty if a writer was killed in between."""
+    """The holder that the lock file names; empty if there is none, or it was killed before it wrote its name."""
     return os.pread(descriptor, 300, 0).decode(errors="replace").strip("\0")

@@ -1,4 +1,4 @@
-"""What a run was and did, as one JSON file: stages write it, and everything a report shows comes from it."""
+"""The manifest of a run: a JSON file that stages write, and from which the report is drawn."""
 
 import datetime
 import hashlib
@@ -30,16 +30,16 @@ from laserbatch.pipeline.storage.figures import (
 )
 
 MANIFEST_VERSION = 2
-LEFT_OUT = "left_out_of_prompts"  # key of an input table: its columns that look like personal data, and why
+LEFT_OUT = "left_out_of_prompts"  # key of an input table: columns that look like personal data, and why
 
 
 def settings_hash(settings: Mapping) -> str:
-    """Hex SHA-256 of resolved settings, whatever the order of their keys."""
+    """Hex SHA-256 of resolved settings, independent of the order of their keys."""
     return hashlib.sha256(canonical_json(settings).encode()).hexdigest()
 
 
 def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """`section.key` -> both values, where two resolved settings differ; None where one has no such key."""
+    """`section.key` -> (before, after) for each key by which two resolved settings differ; None for a missing key."""
     old, new = _flat(before), _flat(after)
     return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
 
@@ -54,43 +54,43 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def make_run_id(date: datetime.date, settings: Mapping, edition: int = 1) -> str:
     """`<date>-<first 8 hex of the settings' hash>`: the same night with the same settings is the same run.
 
-    A finished run never changes; what does its night again is another edition: `...-2`, `...-3`.
+    A finished run never changes; repeating its night makes another edition: `...-2`, `...-3`.
     """
     return f"{date.isoformat()}-{settings_hash(settings)[:8]}" + (f"-{edition}" if edition > 1 else "")
 
 
 @dataclass(kw_only=True)
 class RunOrigin:
-    """What a run was begun with; later attempts keep it."""
+    """The inputs with which a run was begun; later attempts keep them."""
 
     settings: dict[str, Any]
-    settings_hash: str  # of those that the run is named after
+    settings_hash: str  # hash of the settings by which the run is named
     laserbatch_version: str
     machine: dict[str, Any]
     force: bool = False
     previous_run_id: str | None = None
-    extension: str | None = None  # whose run it is; None: a night's
+    extension: str | None = None  # the extension that made the run; None: a night
     inputs: dict[str, dict[str, Any]] = field(default_factory=dict)
     prompts: dict[Side, PromptRef] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
 class Generation:
-    """What the texts of a run were drafted from and written by, and the counts."""
+    """The pools, model and workers of a run's texts, and the counts."""
 
     pools: PoolsUsed = field(default_factory=PoolsUsed)
     budgets: dict[Side, BudgetFigures] = field(default_factory=dict)
     model: ModelFigures | None = None
     workers: WorkerFigures | None = None
-    endpoint: EndpointFigures | None = None  # of texts that a server wrote
-    external_corpus: ExternalCorpusFigures | None = None  # that it drafted from; None where it takes none
+    endpoint: EndpointFigures | None = None  # the server, if one wrote the texts
+    external_corpus: ExternalCorpusFigures | None = None  # texts that the server drafted from; None if it takes none
     sides: dict[Side, SideFigures] = field(default_factory=dict)
     plain: dict[Side, SideFigures] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
 class Judgement:
-    """What the publication of a run is decided by."""
+    """The figures by which the publication of a run is decided."""
 
     previous_night: PreviousNight | None = None
     audit: AuditFigures | None = None  # None: not done yet
@@ -100,7 +100,7 @@ class Judgement:
 
 
 def _with_parts(figures: Any) -> Any:
-    """Figures of features, those of earlier versions too: they describe one file in place of `parts`."""
+    """Figures of features with `parts`; those of earlier versions describe a single file instead."""
     if not isinstance(figures, dict) or "parts" in figures:
         return figures
     names = ("file", "num_rows", "sha256")
@@ -113,7 +113,7 @@ _GROUPS = {"origin": RunOrigin, "generation": Generation, "judgement": Judgement
 
 @dataclass(kw_only=True)
 class RunManifest:
-    """A run's manifest; a stage sets what is its own, and `save` writes all of it. The file has no groups."""
+    """A run's manifest; each stage sets its own part, and `save` writes all of it. In the file the groups are flat."""
 
     path: Annotated[Path, Field(exclude=True)]
     format_version: int = MANIFEST_VERSION
@@ -130,7 +130,7 @@ class RunManifest:
 
     @classmethod
     def load(cls, path: Path | str) -> "RunManifest":
-        """Read a manifest. Raises WorkspaceError when it is missing, damaged, or of another format."""
+        """Read a manifest. Raises WorkspaceError if it is missing, damaged, or of another format."""
         folder = Path(path).parent
         anew = f"move {folder} away and run {folder.name[:10]} again (`laserbatch nightly`, of lists `recommend`)"
         data = read_json(path, f", or {anew}")
@@ -151,7 +151,7 @@ class RunManifest:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], path: Path) -> "RunManifest":
-        """The manifest of plain JSON values, to be saved at `path`. Raises pydantic's ValidationError."""
+        """The manifest from plain JSON values, to be saved at `path`. Raises pydantic's ValidationError."""
         groups = {
             name: {field.name: data[field.name] for field in fields(group) if field.name in data}
             for name, group in _GROUPS.items()
@@ -159,7 +159,7 @@ class RunManifest:
         return _MANIFEST.validate_python({**data, **groups, "path": path})
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as plain JSON values."""
+        """The manifest as plain JSON values, without groups."""
         values = _MANIFEST.dump_python(self, mode="json")
         for name in _GROUPS:
             values |= values.pop(name)

@@ -1,4 +1,4 @@
-"""A column that grows with all entities of a night, as one array in files without a name (`retrieval_pools.mapped`)."""
+"""Columns that grow with the number of entities, as arrays in files without a name (see `retrieval_pools.mapped`)."""
 
 import mmap
 import os
@@ -22,10 +22,10 @@ def mapped_column(chunks: Iterable[pa.Array], folder: Path | None, kind: pa.Data
 def mapped_columns(
     batches: Iterable[Sequence[pa.Array]], folder: Path | None, kinds: Sequence[pa.DataType | None]
 ) -> list[pa.Array]:
-    """The columns of all batches, each as one array, in files of a folder; None: in memory. No value is null.
+    """The columns of all batches, each as one array, in files of a folder; None: in memory. Values must not be null.
 
     `kinds` are the arrays' types: numbers, large strings or large lists of numbers; None: the large type of the first
-    batch's column, and nulls where there is no batch. Raises OSError where the disk is full.
+    batch's column, or the null type if there is no batch. Raises OSError if the disk is full.
     """
     with ExitStack() as files:
         columns = [_Column(kind, folder, files) for kind in kinds]
@@ -36,7 +36,7 @@ def mapped_columns(
 
 
 class _Column:
-    """One column, whose values, and where each ends if they differ in size, are written to files."""
+    """One column: its values are written to a file, and if they differ in size, their bounds to another."""
 
     def __init__(self, kind: pa.DataType | None, folder: Path | None, files: ExitStack) -> None:
         self._kind, self._chunks = kind, list[pa.Array]()
@@ -73,7 +73,7 @@ class _Column:
 
 
 def _flat(column: pa.Array) -> np.ndarray:
-    """The values of lists one after another, or the bytes of texts."""
+    """The values of all lists end to end, or the bytes of all texts."""
     if pa.types.is_large_list(column.type):
         return column.values.to_numpy()
     return np.frombuffer(column.buffers()[2] or b"", np.uint8)

@@ -1,4 +1,4 @@
-"""Parquet files in and out: whole or absent, the same bytes for the same rows, errors that name the file."""
+"""Reading and writing Parquet files: whole or absent, the same bytes for the same rows, errors that name the file."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +14,13 @@ import pyarrow.parquet as pq
 from laserbatch.pipeline.errors import WorkspaceError, first_line
 from laserbatch.pipeline.storage.atomic import atomic_path, sha256_file
 
-ROW_GROUP_ROWS = 16 * 1024  # few enough that a column of them stays below the 2 GiB which `string` and `list` can hold
+ROW_GROUP_ROWS = 16 * 1024  # few enough that a column of a group stays below the 2 GiB of `string` and `list`
 _COMPRESSION, _LEVEL = "zstd", 3
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A Parquet file as it lies on disk."""
+    """A Parquet file on disk."""
 
     path: Path
     num_rows: int
@@ -34,9 +34,9 @@ def write_parquet(
 ) -> WrittenFile:
     """Write rows atomically. Equal rows give equal bytes, however they are cut into pieces.
 
-    Of pieces three row groups at most are held in memory; where they are not a table, the next is made in a thread
-    while one is written. `schema` is the file's, its metadata is kept; None: that of `rows`, which is a table or a
-    reader then.
+    At most three row groups of pieces are in memory; unless `rows` is a table, a thread makes the next group while one
+    is written. `schema` is the file's schema with its metadata; None: the schema of `rows`, which must then be a table
+    or a reader.
     """
     path, num_rows = Path(path), 0
     if schema is None:
@@ -52,7 +52,7 @@ def write_parquet(
 
 
 def _encodings(schema: pa.Schema) -> dict:
-    """How columns are written: alike, but vectors as they are: packing saves 6 % of their size and doubles the time."""
+    """The options for writing columns. Vectors are not packed: it saves 6 % of their size and doubles the time."""
     if not any(pa.types.is_fixed_size_list(kind) for kind in schema.types):
         return {"compression": _COMPRESSION, "compression_level": _LEVEL}
     packed = [field.name for field in schema if not pa.types.is_nested(field.type)]
@@ -85,16 +85,16 @@ def _row_groups(pieces: Iterable[pa.Table | pa.RecordBatch], schema: pa.Schema) 
 
 
 def as_large(table: pa.Table) -> pa.Table:
-    """The table with text and lists of types that are not limited to 2 GiB a column, as one chunk: `take` is then safe.
+    """The table as one chunk, with text and lists in types not limited to 2 GiB per column, so that `take` is safe.
 
-    `write_parquet` writes slices that were taken from it in a file's ordinary types again.
+    `write_parquet` converts rows that were taken from it back to a file's ordinary types.
     """
     columns = {name: table[name].cast(large_type(table[name].type)) for name in table.column_names}
     return pa.table(columns).combine_chunks()
 
 
 def large_type(kind: pa.DataType) -> pa.DataType:
-    """A type for the same values that is not limited to 2 GiB of them."""
+    """The type for the same values that is not limited to 2 GiB."""
     if pa.types.is_list(kind):
         return pa.large_list(kind.value_type)
     return pa.large_string() if pa.types.is_string(kind) else kind
@@ -103,8 +103,8 @@ def large_type(kind: pa.DataType) -> pa.DataType:
 def read_parquet(path: Path | str, columns: Sequence[str] | None = None, schema: pa.Schema | None = None) -> pa.Table:
     """Read one Parquet file, or a folder's `*.parquet` files in name order as one table.
 
-    `schema` is that of the empty table to return where there are no files; None makes that an error. Raises
-    WorkspaceError, which names the file, where one is damaged or lacks a column.
+    `schema` is the schema of the empty table to return if there are no files; None makes that an error. Raises
+    WorkspaceError, which names the file, if one is damaged or lacks a column.
     """
     path = Path(path)
     files = parquet_files(path)
@@ -122,9 +122,9 @@ def read_parquet(path: Path | str, columns: Sequence[str] | None = None, schema:
 def iter_parquet(
     path: Path | str, columns: Sequence[str] | None = None, row_groups: Sequence[int] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """The rows that `read_parquet` gives, in batches: one row group at most is in memory. No file gives no batch.
+    """Yield the rows that `read_parquet` returns in batches, at most one row group in memory; no batch without files.
 
-    `row_groups` are those of a file to read; None: all.
+    `row_groups` are the numbers of the row groups to read from each file; None: all.
     """
     path, first = Path(path), None
     for file in parquet_files(path):
@@ -141,7 +141,7 @@ def iter_parquet(
 
 
 def iter_range(path: Path, start: int, stop: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """Rows `start` to `stop` of a file, in batches; only the row groups that hold them are read."""
+    """Yield rows `start` to `stop` of a file in batches; only the row groups that hold them are read."""
     with _opened(path, columns) as file:
         starts = _group_starts(file)
         groups = np.flatnonzero((starts[:-1] < stop) & (starts[1:] > start)).tolist()
@@ -154,18 +154,18 @@ def iter_range(path: Path, start: int, stop: int, columns: Sequence[str]) -> Ite
 
 
 def parquet_files(path: Path) -> list[Path]:
-    """A file itself, or the `*.parquet` files of a folder in name order; none where nothing is there."""
+    """The file itself, or the `*.parquet` files of a folder in name order; empty if nothing is there."""
     return [path] if path.is_file() else sorted(path.glob("*.parquet"))
 
 
 def num_rows_of(path: Path) -> int:
-    """The rows of a file. Raises WorkspaceError, which names it, where it is damaged or missing."""
+    """The number of rows of a file. Raises WorkspaceError, which names it, if it is damaged or missing."""
     with _opened(path, ()) as file:
         return file.metadata.num_rows
 
 
 def read_rows(path: Path, rows: np.ndarray, columns: Sequence[str]) -> pa.Table:
-    """Some rows of a file, int64[n], ascending; only the row groups that hold them are read."""
+    """The rows of a file with the numbers `rows`, int64[n], ascending; only the row groups that hold them are read."""
     with _opened(path, columns) as file:
         starts = _group_starts(file)
         group_of = np.searchsorted(starts[1:], rows, side="right")
@@ -183,14 +183,14 @@ def _group_starts(file: pq.ParquetFile) -> np.ndarray:
 
 def _read_file(path: Path, columns: Sequence[str] | None) -> pa.Table:
     with _opened(path, columns or ()) as file:
-        # By row group: lists of one column in one chunk could not hold more than 2^31 values.
+        # By row group: one chunk of a column of lists cannot hold more than 2^31 values.
         groups = [file.read_row_group(number, columns=columns) for number in range(file.num_row_groups)]
         return pa.concat_tables(groups) if groups else file.read(columns=columns)
 
 
 @contextmanager
 def _opened(path: Path, columns: Sequence[str]) -> Iterator[pq.ParquetFile]:
-    """A file to read in the block, whose damage is named."""
+    """Open a file to read in the block; raises WorkspaceError, which names it, if it is damaged or lacks a column."""
     try:
         # ParquetFile, not read_table: the latter reads `date=...` in a folder's name as a partition column.
         with pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=False) as file:

@@ -1,4 +1,4 @@
-"""Rows that could not be done."""
+"""Quarantine rows: entities for which no usable text could be written."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -10,7 +10,7 @@ from laserbatch.pipeline.sides import Side
 
 
 def quarantine_schema(entity_id_type: pa.DataType) -> pa.Schema:
-    """Arrow schema of quarantine files, whose `entity_id` keeps the type it has in the input table."""
+    """The Arrow schema of quarantine files; `entity_id` keeps the type that it has in the input table."""
     return pa.schema(
         [
             pa.field("entity_id", entity_id_type, nullable=False),
@@ -18,7 +18,7 @@ def quarantine_schema(entity_id_type: pa.DataType) -> pa.Schema:
             pa.field("reason", pa.string(), nullable=False),
             pa.field("detail", pa.string(), nullable=False),
             pa.field("fingerprint", pa.string()),  # null: it failed before there was a prompt
-            pa.field("text", pa.string()),  # that was written and could not be used; null: there was none
+            pa.field("text", pa.string()),  # the text that could not be used; null: none was written
         ],
         metadata={"laserbatch.record": "quarantine", "laserbatch.version": "2"},  # 1 had no text, and ids as text
     )
@@ -26,36 +26,36 @@ def quarantine_schema(entity_id_type: pa.DataType) -> pa.Schema:
 
 @dataclass(frozen=True)
 class QuarantineRow:
-    """One entity that could not be done."""
+    """One entity for which no usable text could be written."""
 
     entity_id: str | int
     side: Side
     reason: str  # a stable word: "too-long", "unparsable", "undecodable", ...
-    detail: str = ""  # the sentence for a person
-    fingerprint: str | None = None  # of the rendered prompt; None when it could not be rendered
-    text: str | None = None  # what was written and could not be used; None when nothing was
+    detail: str = ""  # a sentence for people
+    fingerprint: str | None = None  # of the rendered prompt; None if it could not be rendered
+    text: str | None = None  # the text that could not be used; None if none was written
 
     @classmethod
     def of(
         cls, entity_id: str | int, side: Side, message: str, fingerprint: str | None = None, text: str | None = None
     ) -> "QuarantineRow":
-        """From the message of a `RowError`, whose first word before a colon is the reason."""
+        """Make a row from the message of a `RowError`; the part before the first colon is the reason."""
         return cls(entity_id, side, reason_of(message), message.partition(":")[2].strip(), fingerprint, text)
 
 
 def reason_of(message: str) -> str:
-    """The first word of a message, before a colon, by which quarantined rows are counted."""
+    """The part of a message before its first colon, by which quarantined rows are counted."""
     return message.partition(":")[0].strip() or "unknown"
 
 
 def quarantine_table(rows: Iterable[QuarantineRow], entity_id_type: pa.DataType) -> pa.Table:
-    # A lone surrogate cannot be stored as UTF-8, and may be the very reason why the row is here.
+    # A lone surrogate cannot be stored as UTF-8, and may be the reason why the row is in quarantine.
     stored = [{name: _storable(value) for name, value in asdict(row).items()} for row in rows]
     return pa.Table.from_pylist(stored, schema=quarantine_schema(entity_id_type))
 
 
 def count_reasons(table: pa.Table) -> dict[str, int]:
-    """Number of rows by reason, the most frequent first: the manifest's `quarantine_reasons`."""
+    """The number of rows by reason, the most frequent first: the manifest's `quarantine_reasons`."""
     counts = {entry["values"]: entry["counts"] for entry in pc.value_counts(table["reason"]).to_pylist()}
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 

@@ -1,4 +1,4 @@
-"""One run on disk: where its files lie, and what readers want of it."""
+"""One run on disk: the paths of its files, reading them, and checking that they are whole."""
 
 import re
 import time
@@ -31,16 +31,16 @@ POSTPONED = pa.schema(
     [
         pa.field("entity_id", pa.string(), nullable=False),  # or an integer, as in the input table
         pa.field("reason", pa.string(), nullable=False),  # "not-due", "budget", "evidence"
-        pa.field("has_text", pa.bool_(), nullable=False),  # an earlier one, that it keeps
-        pa.field("score", pa.float64()),  # what a new text is worth; null where there is no question of it
-        pa.field("since", pa.date32(), nullable=False),  # the date of its text; without one, of its first night
+        pa.field("has_text", pa.bool_(), nullable=False),  # whether it keeps an earlier text
+        pa.field("score", pa.float64()),  # the value of a new text; null for the reason "evidence"
+        pa.field("since", pa.date32(), nullable=False),  # date of its text; without one, of the first night it waited
     ]
 )
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The layout of one run. `plain` is the same layout again, for the texts of plain decoding."""
+    """The layout of one run. `plain` is a folder of the same layout for the texts of plain decoding."""
 
     root: Path
 
@@ -55,12 +55,12 @@ class RunFolder:
 
     @property
     def date(self) -> str:
-        """The night, as the run's id begins with it: YYYY-MM-DD, so that dates compare as text."""
+        """The date of the night, with which the run's id begins: YYYY-MM-DD, so that dates compare as text."""
         return self.run_id[:10]
 
     @property
     def settings_hash(self) -> str:
-        """What the run's id holds of the hash of its settings."""
+        """The part of the settings' hash that is in the run's id."""
         return self.run_id[11:19]
 
     @property
@@ -73,7 +73,7 @@ class RunFolder:
 
     @property
     def events_path(self) -> Path:
-        """What happened in the run, over all attempts, a JSON object a line; it grows while readers read."""
+        """The file of the run's events, over all attempts, one JSON object per line; it grows while it is read."""
         return self.root / "events.jsonl"
 
     @property
@@ -95,31 +95,31 @@ class RunFolder:
 
     @property
     def is_held(self) -> bool:
-        """Whether everything is written, but a gate keeps it from being published: `_HELD` stands for `_SUCCESS`."""
+        """Whether everything is written, but a gate blocks publication: `_HELD` is there in place of `_SUCCESS`."""
         return self.held_path.exists() and not self.is_finished
 
     @property
     def finished_ns(self) -> int:
-        """When the run was finished, or held: nanoseconds since 1970; of earlier versions the file's own time."""
+        """When the run was finished or held, in nanoseconds since 1970; for earlier versions the file's own time."""
         marker = self.success_path if self.is_finished else self.held_path
         text = marker.read_text(encoding="utf-8").strip()
         return int(text) if text.isdecimal() else marker.stat().st_mtime_ns
 
     def knowledge_folder(self, side: Side) -> Path:
-        """`knowledge/<side>`, a folder of Parquet files and nothing else, one a shard."""
+        """`knowledge/<side>`, a folder that holds only Parquet files, one per shard."""
         return self.root / "knowledge" / side
 
     def features_folder(self, side: Side) -> Path:
-        """`features/<side>`, a folder of Parquet files and nothing else, in the order of ids."""
+        """`features/<side>`, a folder that holds only Parquet files, in the order of ids."""
         return self.root / "features" / side
 
     def features_path(self, side: Side) -> Path:
-        """The folder of a side's features, or the single file of a run of an earlier version."""
+        """The folder of a side's features, or the single file of a run by an earlier version."""
         file = self.root / "features" / f"{side}.parquet"
         return file if file.is_file() else self.features_folder(side)
 
     def require_features(self, features: Mapping[Side, FeatureFigures], compare_bytes: bool = False) -> None:
-        """Raises WorkspaceError where files of features, their rows or, if compared, bytes are not the manifest's."""
+        """Raise WorkspaceError if files of features, their rows or, if compared, bytes differ from the manifest."""
         for side, figures in features.items():
             listed = {part.file for part in figures.parts}
             actual = {path.relative_to(self.root).as_posix() for path in parquet_files(self.features_path(side))}
@@ -138,7 +138,7 @@ class RunFolder:
                     self._require_sha256(path, part.sha256)
 
     def require_whole(self, compare_bytes: bool = False) -> None:
-        """Raises WorkspaceError where a file of its entities is missing, or, if compared, not as the run wrote it."""
+        """Raise WorkspaceError if a file with its entities is missing or, if compared, differs from what it wrote."""
         manifest = self.load_manifest()
         for side in manifest.generation.sides:
             self.finished_quarantine(side)
@@ -154,7 +154,7 @@ class RunFolder:
         self.require_features(manifest.features, compare_bytes)
 
     def require_unchanged_texts(self, side: Side) -> None:
-        """Raises WorkspaceError where a file of texts is not as the run wrote it, or is none of the run's."""
+        """Raise WorkspaceError if a file of texts differs from what the run wrote, or does not belong to the run."""
         checksums = self.shards(side).checksums()
         for path in parquet_files(self.knowledge_folder(side)):
             if path not in checksums:
@@ -172,28 +172,28 @@ class RunFolder:
             )
 
     def centroids_path(self, side: Side) -> Path:
-        """Centroids of the clusters that a side's features name."""
+        """The file of the centroids of the clusters that a side's features name."""
         return self.root / "features" / f"{side}-centroids.parquet"
 
     def quarantine_path(self, side: Side) -> Path:
-        """The quarantine of a side, all shards' together."""
+        """The file of a side's quarantine, merged from all shards."""
         return self.root / "quarantine" / f"{side}.parquet"
 
     def postponed_path(self, side: Side) -> Path:
-        """Entities of a side that get no new text tonight, and why."""
+        """The file of the side's entities that get no new text tonight, and why."""
         return self.root / "postponed" / f"{side}.parquet"
 
     def load_manifest(self) -> RunManifest:
-        """The run's manifest. Raises WorkspaceError when it is missing, damaged or of another version."""
+        """The run's manifest. Raises WorkspaceError if it is missing, damaged or of another version."""
         return RunManifest.load(self.manifest_path)
 
     @property
     def previous_run_id(self) -> str | None:
-        """The run that this one was built on; None also where its manifest is missing or damaged."""
+        """The run that this one was built on; also None if the manifest is missing or damaged."""
         return unless_damaged(lambda: read_json(self.manifest_path), {}).get("previous_run_id")
 
     def iter_knowledge(self, side: Side, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """Some columns of all knowledge of a side, in shard order, a batch in memory at a time."""
+        """Yield columns of all knowledge of a side, in shard order, one batch in memory at a time."""
         return iter_parquet(self.knowledge_folder(side), columns)
 
     def shards(self, side: Side) -> SideShards:
@@ -206,7 +206,7 @@ class RunFolder:
         more: Iterable[QuarantineRow],
         entity_id_type: pa.DataType,
     ) -> WrittenFile:
-        """Merge the quarantine rows of finished shards, and `more` that belong to none, into one file by entity."""
+        """Merge quarantine rows of finished shards, and `more` rows of no shard, into one file, sorted by entity."""
         parts = [quarantine_table(more, entity_id_type)]
         for record in finished:
             if record.num_quarantined:
@@ -215,21 +215,21 @@ class RunFolder:
         return write_parquet(merged, self.quarantine_path(side), quarantine_schema(entity_id_type))
 
     def read_quarantine(self, side: Side, columns: Sequence[str] | None = None) -> pa.Table:
-        """The merged quarantine of a side; no rows when nothing was merged yet."""
+        """The merged quarantine of a side; no rows if it was not merged yet."""
         return read_parquet(self.quarantine_path(side), columns, schema=quarantine_schema(pa.string()))
 
     def read_postponed(self, side: Side) -> pa.Table:
-        """The postponed entities of a side, as `POSTPONED`; no rows where nobody is."""
+        """The postponed entities of a side, as `POSTPONED`; no rows if there are none."""
         return read_parquet(self.postponed_path(side), schema=POSTPONED)
 
     def finished_quarantine(self, side: Side) -> pa.Table:
-        """The quarantine of a finished run. Raises WorkspaceError where it has not as many rows as the run counted."""
+        """The quarantine of a finished run. Raises WorkspaceError if its number of rows is not that of the manifest."""
         return self._as_counted(
             side, self.read_quarantine(side), self.quarantine_path(side), lambda figures: figures.num_quarantined
         )
 
     def finished_postponed(self, side: Side) -> pa.Table:
-        """The postponed entities of a finished run. Raises WorkspaceError where they are not as many as it counted."""
+        """The postponed entities of a finished run. Raises WorkspaceError if their number is not the manifest's."""
         path = self.postponed_path(side)
         return self._as_counted(
             side, self.read_postponed(side), path, lambda figures: figures.num_waiting + figures.num_without_text
@@ -244,9 +244,9 @@ class RunFolder:
         return rows
 
     def finish(self, is_held: bool = False) -> None:
-        """Write `_SUCCESS`, in place of `_HELD` if that was there. Call it last: nothing may change afterwards.
+        """Write `_SUCCESS`, and remove `_HELD` if it is there. Call it last: nothing may change afterwards.
 
-        A run that `is_held` gets `_HELD` instead: nothing builds on it until it is finished after all.
+        A run that `is_held` gets `_HELD` instead: nothing builds on it until it is finished.
         """
         if not self.manifest_path.exists():
             raise WorkspaceError(f"{self.manifest_path} is missing; a run saves its manifest before it is finished.")

@@ -1,7 +1,7 @@
-"""Temporary folders with rows of people in them (TMPDIR), which a process that is killed leaves to the next to remove.
+"""Temporary folders (in TMPDIR) that hold personal data; those of a killed process are removed by the next one.
 
 A folder is locked (flock) for as long as its process lives, so a folder that can be locked belongs to a process that is
-gone. A file system without flock keeps such folders: then nothing tells whose they are.
+gone. On a file system without flock such folders stay: there it is unknown whether their process lives.
 """
 
 import fcntl
@@ -14,15 +14,15 @@ from contextlib import suppress
 from pathlib import Path
 
 PREFIX = "laserbatch-scratch-"
-RAY_PREFIX = "laserbatch-ray-"  # of Ray's own files, whose paths must be short
-MIN_AGE_S = 60  # a younger folder may belong to a process that has made it and not locked it yet
+RAY_PREFIX = "laserbatch-ray-"  # for folders of Ray's own files, whose paths must be short
+MIN_AGE_S = 60  # a younger folder may belong to a process that has not locked it yet
 
 
 class ScratchFolder:
-    """A new folder in the temporary folder; it goes with `remove`, at the end of a `with` block, or with the process.
+    """A new folder in the temporary folder; it is deleted by `remove`, at the end of a `with` block, or of the process.
 
-    Folders of dead processes are removed before it is made, so that at most those of the last command are there.
-    `within` is another folder to make it in, and `prefix` what its name begins with there.
+    Folders of dead processes are removed first, so that at most those of the last command are there. `within` is
+    another folder to make it in, and `prefix` the beginning of its name.
     """
 
     def __init__(self, purpose: str, within: str | None = None, prefix: str | None = None) -> None:
@@ -31,7 +31,7 @@ class ScratchFolder:
         self._folder = tempfile.TemporaryDirectory(prefix=prefix, dir=within, ignore_cleanup_errors=True)
         self.path = Path(self._folder.name)
         self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        with suppress(OSError):  # then other processes cannot lock it either, and leave it alone
+        with suppress(OSError):  # without flock other processes cannot lock it either, and leave it alone
             fcntl.flock(self._descriptor, fcntl.LOCK_SH)
 
     def remove(self) -> None:
@@ -49,7 +49,7 @@ class ScratchFolder:
 
 
 def remove_dead_scratch(within: Sequence[str] = (), prefix: str = PREFIX) -> int:
-    """Delete scratch folders whose process is gone, in the temporary folder or in others; returns how many."""
+    """Delete scratch folders whose process is gone, in the temporary folder or in others; returns their number."""
     folders = map(Path, within or [tempfile.gettempdir()])
     dead = [path for folder in folders for path in sorted(folder.glob(f"{prefix}*")) if _is_dead(path)]
     for path in dead:
@@ -58,7 +58,7 @@ def remove_dead_scratch(within: Sequence[str] = (), prefix: str = PREFIX) -> int
 
 
 def _is_dead(path: Path) -> bool:
-    """False also where it cannot be known: another user's folder, or a file system without flock."""
+    """Whether a folder's process is gone; False if unknown: another user's folder, or a file system without flock."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:

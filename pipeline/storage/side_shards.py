@@ -1,8 +1,8 @@
 """The shards of a run's side: each is finished, or not there.
 
-A shard is written as its quarantine rows, then its knowledge, then a record with the checksums of both. Only that last
-file makes it finished, so a killed run loses no more than the shards in flight, and none is half there. Records and
-failed rows lie in `shards/`, so that `knowledge/` and `quarantine/` hold nothing but what readers want.
+The quarantine rows of a shard are written first, then its knowledge, then a record with the checksums of both. Only the
+record makes it finished, so a killed run loses only the shards in progress, and none is half there. Records and failed
+rows are in `shards/`, so that `knowledge/` and `quarantine/` hold only files for readers.
 """
 
 import logging
@@ -43,8 +43,8 @@ class SideShards:
     ) -> ShardRecord:
         """Write one shard, so that it is finished or not there.
 
-        Any process may call it (an actor on another machine too, on a shared file system). Writing a shard again
-        replaces it. Of a reader a little knowledge at a time is in memory. In the order of names, shards are in order.
+        Any process may call it, also an actor on another machine with a shared file system. Writing a shard again
+        replaces it. If `knowledge` is a reader, only a part of it is in memory at a time.
         """
         self._record_path(name).unlink(missing_ok=True)  # not finished while its files change
         rows = quarantine_table(quarantined, knowledge.schema.field("entity_id").type)
@@ -63,9 +63,9 @@ class SideShards:
         return record
 
     def share(self, name: str, earlier: "SideShards", of: str) -> ShardRecord | None:
-        """Have the knowledge of a shard of an earlier run as one of these, in the same file, which takes no room.
+        """Add the knowledge of an earlier run's shard as a shard `name`, by a hard link, or a copy if there are none.
 
-        None, and nothing, if it has no record. A file system without such sharing gets a copy.
+        Returns None, and adds nothing, if the earlier shard `of` has no record or no file.
         """
         record = unless_damaged(partial(earlier._record, of))
         if record is None or not (earlier.root / record.file).exists():
@@ -78,9 +78,9 @@ class SideShards:
         return record
 
     def finished(self) -> dict[str, ShardRecord]:
-        """The shards that need not be done again, by name in name order.
+        """The shards that need not be done again, by name, in name order.
 
-        A shard whose files are missing, damaged or changed since is left out, with a warning.
+        A shard whose files are missing, damaged or changed is left out, with a warning.
         """
         finished = {}
         for path in sorted(self._folder.glob("*.json")):
@@ -100,30 +100,30 @@ class SideShards:
         return finished
 
     def checksums(self) -> dict[Path, str]:
-        """Knowledge files and the SHA-256 that each was written with. Raises WorkspaceError for a damaged record."""
+        """The recorded SHA-256 of each knowledge file. Raises WorkspaceError for a damaged record."""
         records = [self._record(path.stem) for path in sorted(self._folder.glob("*.json"))]
         return {self.root / record.file: record.sha256 for record in records}
 
     def lost(self) -> list[tuple[Path, int]]:
-        """Knowledge files that are gone, with the number of their rows."""
+        """The knowledge files that are missing, with the number of their rows."""
         records = [unless_damaged(partial(self._record, path.stem)) for path in sorted(self._folder.glob("*.json"))]
         files = [(self.root / record.file, record.num_rows) for record in records if record is not None]
         return [(path, num_rows) for path, num_rows in files if num_rows and not path.exists()]
 
     def quarantine_reasons(self, record: ShardRecord) -> dict[str, int]:
-        """Number of quarantined rows of a finished shard by reason."""
+        """The number of quarantined rows of a finished shard by reason."""
         path = self.quarantine_path(record.name)
         return count_reasons(read_parquet(path, ["reason"])) if record.num_quarantined else {}
 
     def drop_unfinished(self, keep: Iterable[str]) -> None:
-        """Delete the files of every shard not named in `keep`, and what killed writers left.
+        """Delete the files of every shard not named in `keep`, and temporary files of killed writers in the run.
 
-        Call it under the workspace's lock before going on with a run, so that no reader sees a stray file.
+        Call it under the workspace's lock before going on with a run, so that readers see no stray file.
         """
         keep = set(keep)
         remove_leftovers(self.root)
         for folder in (self._folder, self._knowledge):
-            for path in sorted(folder.glob("*")):  # records first: a shard is then unfinished before it is incomplete
+            for path in sorted(folder.glob("*")):  # records first, so that a shard is not finished when files are gone
                 if path.stem not in keep:
                     remove(path)
 
@@ -132,7 +132,7 @@ class SideShards:
             path.unlink(missing_ok=True)
 
     def quarantine_path(self, name: str) -> Path:
-        """The failed rows of a shard, if it has any."""
+        """The file of a shard's failed rows, which exists if it has any."""
         return self._folder / f"{name}.parquet"
 
     @property

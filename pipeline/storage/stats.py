@@ -1,4 +1,4 @@
-"""Counts of a decoding pass: they add up over texts, shards and sides, under the same names from engine to report."""
+"""Counts of decoding, which add up over texts, shards and sides and have the same names from engine to report."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -9,33 +9,33 @@ import numpy as np
 
 from laserbatch.retrieval_pools.sources import SOURCE_NAMES
 
-# Counts that a result of the engine has under the same name.
+# Counts that the engine's results have under the same names.
 _COUNTS_OF_RESULTS = ("num_steps", "num_drafted", "num_accepted", "num_invented", "num_thought_tokens",
                       "num_prompt_reused")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class DecodingStats:
-    """What was counted of finished texts."""
+    """The counts of finished texts."""
 
     num_texts: int = 0
     num_tokens: int = 0
     num_steps: int = 0
     num_drafted: int = 0
     num_accepted: int = 0  # draft tokens
-    num_rewritten: int = 0  # texts written again, since they had run on; what came before is not counted
-    wall_s: float = 0.0  # of a worker; of a run, of each shard divided by how many worked side by side
+    num_rewritten: int = 0  # texts that ran on and were written again; only the second attempt is counted
+    wall_s: float = 0.0  # of a worker; for a run, the sum over shards, each divided by the number of parallel workers
     drafted_by_source: dict[str, int] = field(default_factory=dict)  # draft tokens
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     finish_reasons: dict[str, int] = field(default_factory=dict)
-    repairs: dict[str, int] = field(default_factory=dict)  # texts by how they were mended before they could be parsed
+    repairs: dict[str, int] = field(default_factory=dict)  # texts by the repair that they needed to be parsed
     graph_counts: dict[str, int] = field(default_factory=dict)  # CUDA: captures, failed ones, replayed and eager steps
-    role_marks: dict[str, int] = field(default_factory=dict)  # texts by the mark that ended them, no end token
-    num_invented: int = 0  # tokens that were written after such a mark, and cut
+    role_marks: dict[str, int] = field(default_factory=dict)  # texts by the role mark that ended them, not an end token
+    num_invented: int = 0  # tokens that were written after such a mark and cut
     num_thinking: int = 0  # texts with thoughts before the answer
-    num_thought_tokens: int = 0  # of these, which were cut
+    num_thought_tokens: int = 0  # tokens of these thoughts, which were cut
     num_prompt_tokens: int = 0
-    num_prompt_reused: int = 0  # of these, which another prompt had brought into the KV cache
+    num_prompt_reused: int = 0  # prompt tokens that another prompt had left in the KV cache
 
     @classmethod
     def of(
@@ -46,7 +46,7 @@ class DecodingStats:
         repairs: dict[str, int] | None = None,
         graph_counts: dict[str, int] | None = None,
     ) -> "DecodingStats":
-        """Of the engine's results for the texts of one shard."""
+        """The counts of the engine's results for the texts of one shard."""
 
         def by_source(name: str) -> dict[str, int]:
             counts = sum((getattr(result, name) for result in results), np.zeros(len(SOURCE_NAMES), np.int64))
@@ -70,7 +70,7 @@ class DecodingStats:
 
     @classmethod
     def total(cls, parts: Iterable["DecodingStats"]) -> "DecodingStats":
-        """Of several passes together."""
+        """The sum of several counts."""
         parts, totals = [cls(), *parts], {}
         for name, none in vars(cls()).items():
             values = [getattr(part, name) for part in parts]
@@ -85,26 +85,26 @@ class DecodingStats:
 
     @property
     def has_guesses(self) -> bool:
-        """Whether tokens were drafted that the model might have rejected; what a form forces is no guess."""
+        """Whether tokens were drafted that the model might have rejected; tokens that a form forces do not count."""
         return self.num_drafted > self.drafted_by_source.get("form", 0)
 
     @property
     def acceptance_length(self) -> float | None:
-        """Accepted draft tokens a step, the bonus token not counted; None without a step."""
+        """Accepted draft tokens per step, without the bonus token; None without a step."""
         return self.num_accepted / self.num_steps if self.num_steps else None
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Accepted draft tokens and the bonus token, a step; None without a step."""
+        """Accepted draft tokens and the bonus token per step; None without a step."""
         return 1 + self.num_accepted / self.num_steps if self.num_steps else None
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens of finished texts a second; None when no time was spent."""
+        """Tokens of finished texts per second; None if no time was spent."""
         return self.num_tokens / self.wall_s if self.wall_s else None
 
     @property
     def drafted_per_step(self) -> float | None:
-        """Draft tokens offered a step, those of an answer's form not counted; None without a step."""
+        """Draft tokens per step, without those that an answer's form forces; None without a step."""
         num_offered = self.num_drafted - self.drafted_by_source.get("form", 0)
         return num_offered / self.num_steps if self.num_steps else None

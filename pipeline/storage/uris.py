@@ -1,6 +1,6 @@
-"""URIs of what lies elsewhere than on a local disk: opened through pyarrow, never with a credential in them.
+"""URIs of places that are not on a local disk: opened through pyarrow, and never with a credential in them.
 
-Credentials come from the standard chain of each service alone (for S3 the environment, ~/.aws, the machine's role).
+Credentials come only from the standard chain of each service (for S3 the environment, ~/.aws, the machine's role).
 """
 
 import re
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
 BLOCK_BYTES = 8 << 20
-MAX_RETRY_S = 60  # of a service of Google's that cannot be reached; its client would try for a quarter of an hour
-# Which may be asked as soon as they are opened.
+MAX_RETRY_S = 60  # if a Google service cannot be reached; its client would retry for a quarter of an hour
+# Schemes of services that may be contacted as soon as a URI is opened.
 SERVICES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
 _SECRET_OPTION = re.compile(r"[?&][^=&]*(key|secret|token|passw|credential|sig)[^=&]*=", re.IGNORECASE)
 STANDARD_CHAIN = "taken from the standard chain (for s3:// the environment, ~/.aws, the machine's role)"
@@ -23,17 +23,17 @@ ADVICE = f"Check the URI, that the service can be reached, and its credentials: 
 
 
 def is_uri(path: object) -> TypeGuard[str]:
-    """Whether it is text such as `s3://bucket/prefix`."""
+    """Whether `path` is text such as `s3://bucket/prefix`."""
     return isinstance(path, str) and "://" in path
 
 
 def has_credentials(uri: str) -> bool:
-    """Whether a password or a key stands in a URI."""
+    """Whether a URI contains a password or a key."""
     return bool(re.search(":.*@", uri.partition("://")[2]) or _SECRET_OPTION.search(uri))
 
 
 def without_credentials(uri: str) -> str:
-    """The URI itself. Raises ConfigError, which does not show it, where a password or a key stands in it."""
+    """The URI itself. Raises ConfigError, which does not show the URI, if it contains a password or a key."""
     if has_credentials(uri):
         raise ConfigError(
             f"a {uri.partition('://')[0]}:// URI of the configuration or the command has a password or key in it; "
@@ -43,7 +43,7 @@ def without_credentials(uri: str) -> str:
 
 
 def filesystem_of(uri: str) -> tuple["FileSystem", str]:
-    """The file system of a URI and the path within it. Raises ConfigError for what is no URI that pyarrow knows."""
+    """The file system of a URI and the path within it. Raises ConfigError if pyarrow cannot open the URI."""
     from pyarrow.fs import FileSystem
 
     opened = without_credentials(uri)
@@ -58,7 +58,7 @@ def filesystem_of(uri: str) -> tuple["FileSystem", str]:
 
 @contextmanager
 def naming_uri(uri: str, kind: type[LaserbatchError]) -> Iterator[None]:
-    """Have what a file system refuses in the block be an error of ours, which names the URI."""
+    """Turn errors of a file system in the block into an error of ours, of type `kind`, which names the URI."""
     try:
         yield
     except (OSError, ValueError) as error:

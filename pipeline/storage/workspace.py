@@ -1,4 +1,4 @@
-"""A workspace: the folder that keeps every night, one writer at a time, and one published run."""
+"""A workspace: the folder that holds all nights, with one writer at a time and one published run."""
 
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ class Workspace:
 
     @classmethod
     def open(cls, root: Path | str, create: bool = True) -> "Workspace":
-        """Open a workspace, or with `create` make one where the folder is not there or empty.
+        """Open a workspace, or with `create` make one if the folder is missing or empty.
 
-        Raises WorkspaceError for one of another version, a folder with other things in it, or none.
+        Raises WorkspaceError if it has another version, if the folder has other files, or if there is no workspace.
         """
         root = Path(root)
         version_file = root / "workspace.json"
@@ -63,13 +63,13 @@ class Workspace:
         return Publication(self)
 
     def run(self, run_id: str) -> RunFolder:
-        """The folder of a run, which need not be there yet. Raises WorkspaceError when the id cannot name a folder."""
+        """The folder of a run, which need not exist yet. Raises WorkspaceError if the id cannot name a folder."""
         if not FOLDER_NAME.fullmatch(run_id):
             raise WorkspaceError(f"{run_id!r} is not a run id; expected one like 2025-03-01-1a2b3c4d.")
         return RunFolder(self.root / "runs" / run_id)
 
     def existing_run(self, run_id: str) -> RunFolder:
-        """A run whose folder is there. Raises WorkspaceError, which names the newest ones, where no run has that id."""
+        """The run of an id. Raises WorkspaceError, which names the newest runs, if no run has that id."""
         run = self.run(run_id)
         if not run.root.is_dir():
             newest = ", ".join(run.run_id for run in self.runs()[-5:]) or "none"
@@ -77,45 +77,45 @@ class Workspace:
         return run
 
     def chosen_run(self, run_id: str | None) -> RunFolder:
-        """The run of an id, without one the published run. Raises WorkspaceError where there is none."""
+        """The run of an id, or the published run if the id is None. Raises WorkspaceError if there is no such run."""
         run = self.existing_run(run_id) if run_id else self.publication.run()
         if run is None:
             raise WorkspaceError(f"{self.root} has no published run yet; name a run, or run `laserbatch nightly` first")
         return run
 
     def within(self) -> "list[Workspace]":
-        """The workspaces of extensions, folders of this one, in the order of their names."""
+        """The workspaces of extensions, which are folders of this one, sorted by name."""
         return [Workspace.open(path.parent, create=False) for path in sorted(self.root.glob("*/workspace.json"))]
 
     @property
     def is_within(self) -> bool:
-        """Whether it is the workspace of an extension, which has no pools."""
+        """Whether this is the workspace of an extension, which has no pools."""
         return (self.root.parent / "workspace.json").exists()
 
     def experiments(self) -> list[Path]:
-        """The folders of experiments: settings of this workspace, tried on a sample of its people; in name order.
+        """The folders of experiments, which try settings of this workspace on a sample of its entities; in name order.
 
-        Each has the tables of the sample, in `tables`, and a workspace for each variant. Who writes in it holds its
-        lock, as that of a workspace.
+        Each has the tables of the sample, in `tables`, and a workspace for each variant. Its writer holds its lock, as
+        for a workspace.
         """
         paths = sorted((self.root / EXPERIMENTS).glob("*"))
         return [path for path in paths if path.is_dir() and FOLDER_NAME.fullmatch(path.name)]
 
     def experiment(self, name: str) -> Path:
-        """An experiment, which need not be there yet. Raises WorkspaceError when the name cannot name a folder."""
+        """The folder of an experiment, which need not exist yet. Raises WorkspaceError if it cannot have that name."""
         if not FOLDER_NAME.fullmatch(name):
             raise WorkspaceError(f"{name!r} cannot name an experiment; expected letters, digits, dots and dashes.")
         return self.root / EXPERIMENTS / name
 
     def runs(self) -> list[RunFolder]:
-        """Every run, finished or not, in the order of their ids, which begin with their date."""
+        """All runs, finished or not, sorted by id; ids begin with the date."""
         paths = sorted((self.root / "runs").glob("*"))
         return [RunFolder(path) for path in paths if path.is_dir() and FOLDER_NAME.fullmatch(path.name)]
 
     def finished_runs(self, prefer_settings: str | None = None, include_held: bool = False) -> list[RunFolder]:
-        """Finished runs that may be built on, the newest last: by date, and of a date by when they were finished.
+        """Finished runs that may be built on, the newest last: sorted by date, then by the time they were finished.
 
-        Of a date those with the settings hash `prefer_settings` come last. `include_held`: also held runs.
+        Runs with the settings hash `prefer_settings` come last among those of a date. `include_held`: also held runs.
         """
         not_built_on = self.publication.not_built_on()
         runs = [run for run in self.runs() if run.is_finished or (include_held and run.is_held)]
@@ -126,7 +126,7 @@ class Workspace:
         return sorted((run for run in runs if run.run_id not in not_built_on), key=rank)
 
     def runs_up_to(self, run: RunFolder) -> list[RunFolder]:
-        """Finished runs of earlier dates than a run's, and the run itself."""
+        """Finished runs of dates before a run's, and the run itself."""
         return [*(other for other in self.finished_runs() if other.date < run.date), run]
 
     def lock(self) -> AbstractContextManager[None]:
@@ -136,7 +136,7 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Publication:
-    """Which run readers see, which ones they saw before, and which were rolled back: the pointer `published.json`.
+    """The pointer `published.json`: the run that readers see, the runs published before it, and those rolled back.
 
     Changing it needs the workspace's lock.
     """
@@ -146,7 +146,7 @@ class Publication:
     def run(self) -> RunFolder | None:
         """The run that readers see; None before the first is published.
 
-        Raises WorkspaceError where the pointer is damaged, or names a run that is not there or not finished.
+        Raises WorkspaceError if the pointer is damaged, or names a run that is missing or not finished.
         """
         pointer = self._pointer
         if not pointer.exists():
@@ -167,7 +167,7 @@ class Publication:
         return self._history["run_id"]
 
     def publish(self, run_id: str) -> None:
-        """Make a finished run the one that readers see, in one step. Raises WorkspaceError where it is not finished."""
+        """Make a finished run the one that readers see, in one step. Raises WorkspaceError if it is not finished."""
         history = self._history
         before = [history["run_id"], *history["before"]] if history["run_id"] else history["before"]
         self._point_to(run_id, before, [other for other in history["rolled_back"] if other != run_id])
@@ -177,13 +177,13 @@ class Publication:
         return [run for run_id in self._history["before"] if (run := self.workspace.run(run_id)).is_finished]
 
     def rolled_back(self) -> list[str]:
-        """Ids of rolled-back runs: nothing is built on them, and only an explicit command publishes them again."""
+        """Ids of rolled-back runs: no run is built on them, and only an explicit command publishes them again."""
         return self._history["rolled_back"]
 
     def not_built_on(self) -> set[str]:
-        """Ids of runs that nothing is built on: those rolled back, and what was built on these and never published.
+        """Ids of runs that must not be built on: rolled-back runs, and runs built on these and never published.
 
-        A run whose manifest cannot be read counts as built on none.
+        A run whose manifest cannot be read counts as built on no run.
         """
         history = self._history
         excluded, published = set(history["rolled_back"]), {history["run_id"], *history["before"]}
@@ -197,9 +197,9 @@ class Publication:
         return excluded
 
     def roll_back(self) -> str:
-        """Publish the run that was published before, and mark the published one as rolled back, in one step.
+        """Publish the run that was published before, and mark the present one as rolled back, in one step.
 
-        Returns the id of the run that is published now. Raises WorkspaceError if there is none.
+        Returns the id of the run that is published now. Raises WorkspaceError if there is no earlier run.
         """
         history, before = self._history, self.earlier_runs()
         if not before:
@@ -212,7 +212,7 @@ class Publication:
         return before[0].run_id
 
     def repair(self) -> str | None:
-        """If the pointer is lost, damaged, or names a run that is gone, point to the last published run that exists.
+        """If the pointer is missing, damaged, or names a missing run, point to the last published run that exists.
 
         Returns that run's id; None if the pointer was fine, or no published run exists. The lock must be held.
         """
@@ -233,12 +233,12 @@ class Publication:
 
     @property
     def _pointer_copy(self) -> Path:
-        """A copy of the pointer, read if that is lost."""
+        """A copy of the pointer, which is read if the pointer is missing or damaged."""
         return self.workspace.root / "published-copy.json"
 
     @property
     def _history(self) -> dict:
-        """The content of the pointer, else of its copy, else nothing."""
+        """The content of the pointer, or of its copy if that cannot be read, or an empty history."""
         for path in (self._pointer, self._pointer_copy):
             with suppress(WorkspaceError):
                 history = {"before": [], "rolled_back": []} | read_json(path)
