@@ -1,1 +1,1 @@
-"""Texts to vectors, vectors to cluster ids, both to feature tables."""
+"""Encoding texts to vectors, clustering the vectors, and writing both to feature tables."""

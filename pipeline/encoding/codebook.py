@@ -1,8 +1,8 @@
 """The codebook of a side: centroids of two levels, kept from night to night so that codes keep their meaning.
 
-The first level divides vectors, the second what the first leaves of them (residual k-means). A night's new vectors move
-centroids a little towards themselves, and what is far from all gets centroids of its own behind the others. All are
-fitted anew only where another number of clusters or another seed is asked for. Knows arrays; files are `features`'.
+The first level clusters the vectors, the second their residuals (residual k-means). A night's new vectors move the
+centroids a little towards themselves, and vectors far from all centroids get new ones, appended to the others. All
+are fitted anew only for another number of clusters or another seed. The module knows arrays only, no files.
 """
 
 import hashlib
@@ -14,25 +14,25 @@ import numpy as np
 
 from laserbatch.pipeline.encoding.schema import LEVELS
 
-MAX_FULL_KMEANS_ROWS = 20_000  # above it, mini-batches: full k-means would take minutes
+MAX_FULL_KMEANS_ROWS = 20_000  # more vectors are clustered in mini-batches: full k-means would take minutes
 ROWS_AT_ONCE = 1024
-MAX_STEP = 0.1  # share of the way to the mean of a night's new vectors that a centroid goes at most
-FAR = 2.0  # times the root mean square distance of what a level was fitted on
-MAX_GROWTH = 2  # times the number of clusters that was asked for
+MAX_STEP = 0.1  # largest share of the way to the mean of a night's new vectors that a centroid moves
+FAR = 2.0  # times the root mean square distance of the vectors that a level was fitted on
+MAX_GROWTH = 2  # times the configured number of clusters
 
 
 @dataclass(frozen=True)
 class Level:
-    """Centroids, float32 (k, dim); how many vectors each was made of, int64 (k,); how far from all of them is far."""
+    """The centroids of a level. Vectors that are farther than `radius` from all centroids get new ones."""
 
-    centroids: np.ndarray
-    weights: np.ndarray
+    centroids: np.ndarray  # float32 (k, dim)
+    weights: np.ndarray  # int64 (k,), the number of vectors that each was made of
     radius: float
 
 
 @dataclass(frozen=True)
 class Codebook:
-    """Levels, coarse first, and `key`: what was asked for and a digest of what was fitted; codes of one key compare."""
+    """Levels, coarse first, and `key`, of the configuration and a digest; codes with the same key can be compared."""
 
     levels: tuple[Level, ...]
     key: str
@@ -41,7 +41,7 @@ class Codebook:
         return self.key.startswith(f"{num_clusters}-{seed}-")
 
     def codes(self, vectors: np.ndarray) -> np.ndarray:
-        """Codes of each vector: int32 (n, num_levels)."""
+        """The codes of each vector: int32 (n, num_levels)."""
         codes, residuals = [], vectors
         for level in self.levels:
             nearest = nearest_centroids(residuals, level.centroids)
@@ -51,7 +51,7 @@ class Codebook:
 
 
 def fit_codebook(vectors: np.ndarray, num_clusters: int, seed: int) -> Codebook:
-    """A new codebook of vectors, float32 (n, dim)."""
+    """Fit a new codebook to vectors, float32 (n, dim)."""
     levels, residuals = [], vectors
     for _ in LEVELS:
         centroids = fit_centroids(residuals, num_clusters, seed)
@@ -65,7 +65,7 @@ def fit_codebook(vectors: np.ndarray, num_clusters: int, seed: int) -> Codebook:
 
 
 def followed(codebook: Codebook, vectors: np.ndarray, num_clusters: int, seed: int) -> Codebook:
-    """The codebook after a night with new vectors, float32 (n, dim): those of earlier nights keep their codes."""
+    """The codebook after a night with new vectors, float32 (n, dim); codes keep their meaning."""
     levels, residuals = [], vectors
     for level in codebook.levels:
         if levels:
@@ -81,7 +81,7 @@ def _followed(level: Level, vectors: np.ndarray, num_clusters: int, seed: int) -
     distances = np.full(len(vectors), np.inf, np.float32)
     for part in _parts(len(vectors) if num else 0):
         distances[part] = np.linalg.norm(vectors[part] - level.centroids[nearest[part]], axis=1)
-    is_open = num < num_clusters  # fitted on few vectors: there is room for what is not there yet
+    is_open = num < num_clusters  # fitted on few vectors: there is room for new clusters
     is_far = distances > (1e-6 if is_open else level.radius)
     room = (
         num_clusters - num
@@ -104,12 +104,12 @@ def _followed(level: Level, vectors: np.ndarray, num_clusters: int, seed: int) -
 
 
 def fit_centroids(vectors: np.ndarray, num_clusters: int = 32, seed: int = 0) -> np.ndarray:
-    """Centroids by k-means, the one of most vectors first: float32 (k, d), fewer than `num_clusters` of few vectors."""
+    """Centroids by k-means, float32 (k, d), the largest cluster first; k is below `num_clusters` for few vectors."""
     is_small = len(vectors) <= MAX_FULL_KMEANS_ROWS
     num_fitted = min(num_clusters, len(np.unique(vectors, axis=0))) if is_small else num_clusters
     if num_fitted == 0:
         return vectors
-    from sklearn.cluster import KMeans, MiniBatchKMeans  # here: a night without a new text loads no scikit-learn
+    from sklearn.cluster import KMeans, MiniBatchKMeans  # here, so that a night without new texts does not load it
     from sklearn.exceptions import ConvergenceWarning
     from threadpoolctl import threadpool_limits
 
@@ -117,16 +117,16 @@ def fit_centroids(vectors: np.ndarray, num_clusters: int = 32, seed: int = 0) ->
         model = KMeans(num_fitted, n_init=2, random_state=seed)
     else:
         model = MiniBatchKMeans(num_fitted, n_init=3, batch_size=4096, random_state=seed)
-    # On one thread: several add up their partial sums in the order in which they finish.
+    # On one thread: several threads would add their partial sums in the order in which they finish.
     with threadpool_limits(1), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # clusters may collapse where texts are near-equal
+        warnings.simplefilter("ignore", ConvergenceWarning)  # clusters may collapse if texts are nearly equal
         centroids = model.fit(vectors).cluster_centers_.astype(np.float32)
     counts = np.bincount(nearest_centroids(vectors, centroids), minlength=num_fitted)
     return centroids[np.argsort(-counts, kind="stable")]
 
 
 def nearest_centroids(vectors: np.ndarray, centroids: np.ndarray) -> np.ndarray:
-    """Cluster id of each vector: int32 (n,), the row of its nearest centroid."""
+    """The cluster id of each vector, which is the row of its nearest centroid: int32 (n,)."""
     if len(vectors) == 0:
         return np.zeros(0, np.int32)
     from sklearn.metrics import pairwise_distances_argmin
@@ -135,7 +135,7 @@ def nearest_centroids(vectors: np.ndarray, centroids: np.ndarray) -> np.ndarray:
 
 
 def digests(vectors: np.ndarray) -> np.ndarray:
-    """A number of 64 bits that tells vectors, float32 (n, dim), apart by their bits: uint64 (n,)."""
+    """A hash of the bits of each vector, float32 (n, dim): uint64 (n,)."""
     padding = np.zeros((ROWS_AT_ONCE, vectors.shape[1] % 2), vectors.dtype)
     size = (vectors.shape[1] + 1) // 2
     multipliers = np.random.default_rng(0).integers(1, 2**63, size, dtype=np.uint64) | np.uint64(1)
@@ -148,7 +148,7 @@ def digests(vectors: np.ndarray) -> np.ndarray:
 
 
 def _residuals(vectors: np.ndarray, centroids: np.ndarray, nearest: np.ndarray) -> np.ndarray:
-    """What centroids leave of the vectors that are nearest to them: float32 (n, dim)."""
+    """The vectors minus their nearest centroids: float32 (n, dim)."""
     residuals = np.empty_like(vectors)
     for part in _parts(len(vectors)):
         residuals[part] = vectors[part] - centroids[nearest[part]]
@@ -156,5 +156,5 @@ def _residuals(vectors: np.ndarray, centroids: np.ndarray, nearest: np.ndarray) 
 
 
 def _parts(num_rows: int) -> Iterator[slice]:
-    """Rows in parts, so that what is computed of them stays small."""
+    """Slices of rows, so that temporary arrays stay small."""
     return (slice(start, start + ROWS_AT_ONCE) for start in range(0, num_rows, ROWS_AT_ONCE))

@@ -1,6 +1,6 @@
-"""The codebook of a side in its file: read, written, and made from a night's vectors.
+"""The codebook file of a side: reading it, writing it, and making it from a night's vectors.
 
-A new vector that has the same bits as an earlier one keeps its codes, even if centroids moved (`KnownCodesTask`).
+A new vector with the same bits as an earlier one gets its codes, even if centroids moved (`KnownCodesTask`).
 """
 
 from collections.abc import Sequence
@@ -18,20 +18,20 @@ from laserbatch.pipeline.encoding.vector_files import NewVectors, VectorFiles, V
 from laserbatch.pipeline.storage.atomic import atomic_path
 from laserbatch.pipeline.storage.parquet import iter_parquet, read_parquet, write_parquet
 
-CLUSTER_SEED = 0  # another one would fit all clusters anew
-MAX_FITTED_ROWS = 50_000  # of more vectors every n-th is taken
+CLUSTER_SEED = 0  # with another seed all clusters are fitted anew
+MAX_FITTED_ROWS = 50_000  # if there are more vectors, every n-th is taken
 _KNOWN_CODES = pa.schema({"digest": pa.uint64()} | dict.fromkeys(LEVELS, pa.int32()))
 
 
 @dataclass(frozen=True)
 class Coding:
-    """What gives vectors their codes.
+    """The files by which vectors get their codes.
 
     Attributes
     ----------
     codebook : file of the codebook.
-    codes : file of codes that new vectors have already, int32 (num_new, num_levels) by row, -1 without; earlier vectors
-        keep theirs. None: all are coded anew.
+    codes : file of the codes that new vectors already have, int32 (num_new, num_levels), -1 if none; earlier vectors
+        keep their codes. None: all vectors are coded anew.
     """
 
     codebook: Path
@@ -40,15 +40,15 @@ class Coding:
 
 @dataclass(frozen=True)
 class CodebookTask:
-    """Makes the codebook of a night, and writes which codes new vectors have already.
+    """Makes the codebook of a night, and writes the codes that new vectors already have.
 
     Attributes
     ----------
     places : Parquet file with the place of each vector of the side (`VectorFiles`), in the order of ids.
-    num_clusters : that the settings ask for.
-    before : file of the codebook to go on from; None: a new one is fitted.
-    known : files of codes of `before` that vectors have, as `KnownCodesTask` writes them.
-    output : files to write; not the codebook where that is `before`, which is taken as it is.
+    num_clusters : the configured number of clusters.
+    before : file of the codebook to continue; None: a new codebook is fitted.
+    known : files with codes of vectors in `before`, as `KnownCodesTask` writes them.
+    output : files to write. If its codebook is `before`, the codebook stays as it is.
     """
 
     side: str
@@ -81,7 +81,7 @@ class CodebookTask:
         else:
             codebook = read_codebook(self.before)
             sample = _spread(places)
-            sample = sample[codes[-1 - sample, 0] < 0]  # a vector that had codes before says nothing
+            sample = sample[codes[-1 - sample, 0] < 0]  # vectors that had codes before do not count again
             if len(sample):
                 codebook = followed(codebook, self._vectors_at(sample), self.num_clusters, CLUSTER_SEED)
         write_codebook(codebook, self.output.codebook, self.side, self.vectors.new.dim)
@@ -91,12 +91,12 @@ class CodebookTask:
 
 
 def _spread(places: np.ndarray) -> np.ndarray:
-    """At most `MAX_FITTED_ROWS` of some places, in even steps."""
+    """At most `MAX_FITTED_ROWS` of the places, evenly spread."""
     return places[:: max(1, -(-len(places) // MAX_FITTED_ROWS))]
 
 
 def read_codebook(path: Path) -> Codebook:
-    """Raises WorkspaceError where the file is damaged or of an earlier version."""
+    """Read a codebook. Raises WorkspaceError if the file is damaged or lacks a column."""
     table = read_parquet(path, ["level", "num_vectors", "vector"])
     metadata = {key.decode(): value.decode() for key, value in (pq.read_schema(path).metadata or {}).items()}
     levels = []
@@ -116,7 +116,7 @@ def write_codebook(codebook: Codebook, path: Path, side: str, dim: int) -> None:
         [
             pa.field("level", pa.string(), nullable=False),  # the column of feature tables that has its codes
             pa.field("code", pa.int32(), nullable=False),
-            pa.field("num_vectors", pa.int64(), nullable=False),  # that it was made of, over all nights
+            pa.field("num_vectors", pa.int64(), nullable=False),  # number of vectors it was made of, over all nights
             pa.field("vector", pa.list_(pa.float32(), dim), nullable=False),
         ],
         metadata,
@@ -133,7 +133,7 @@ def write_codebook(codebook: Codebook, path: Path, side: str, dim: int) -> None:
 
 @dataclass(frozen=True)
 class KnownCodesTask:
-    """Writes the digests of the vectors of a feature file that are among new ones, with their codes."""
+    """Writes the digests and codes of those vectors of a feature file that are among the new ones."""
 
     new: NewVectors
     features: Path
@@ -158,7 +158,7 @@ class KnownCodesTask:
 
 
 def codes_of(new: NewVectors, files: Sequence[Path]) -> np.ndarray:
-    """Codes of new vectors in the files of tasks, of equal ones the first: int32 (num_new, num_levels); -1 without."""
+    """The first codes of each new vector in the files of `KnownCodesTask`s: int32 (num_new, num_levels), -1 if none."""
     known = pa.concat_tables([_KNOWN_CODES.empty_table(), *map(read_parquet, files)])
     rows = pc.index_in(pa.array(new.digests()), value_set=known["digest"])
     return np.column_stack([known[name].take(rows).fill_null(-1).to_numpy() for name in LEVELS])

@@ -1,8 +1,8 @@
-"""A frozen text encoder: texts in, unit vectors out.
+"""A frozen text encoder, from texts to unit vectors.
 
-The vector of a text is a function of that text alone, to the last bit on one machine: padding is masked out, and a
-text's length alone decides the shape of its forward. So an unchanged text keeps its vector from night to night, and
-equal texts of two runs have equal features, in bfloat16 too.
+The vector of a text depends only on that text, to the last bit on one machine: padding is masked out, and the shape of
+a forward depends only on the length of its texts. So an unchanged text keeps its vector from night to night, and equal
+texts of two runs have equal features, also in bfloat16.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ LENGTH_STEP = 32  # lengths are padded to a multiple of this
 class TextEncoder:
     """A transformers encoder with mean pooling and L2 normalisation.
 
-    Vectors of `dim` numbers may be compared under one `encoder_id`, see `identity`.
+    Its vectors have `dim` numbers; vectors of the same `encoder_id` can be compared, see `identity`.
     """
 
     def __init__(self, model, tokenizer, encoder_id: str, max_text_tokens: int, max_batch_tokens: int) -> None:
@@ -40,14 +40,14 @@ class TextEncoder:
     ) -> "TextEncoder":
         """Load the encoder that the settings name; a forward pass takes at most `max_batch_tokens`, padding included.
 
-        Raises ModelError: package or folder is missing, the weights are not the expected ones, or it is no encoder.
+        Raises ModelError if its package or folder is missing, its weights are unexpected, or it is not an encoder.
         """
         folder, _ = find_encoder(settings)
         device, dtype = device_and_dtype(settings)
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             transformers_logging.disable_progress_bar()
-            transformers_logging.set_verbosity_error()  # nothing of heads that are not used here
+            transformers_logging.set_verbosity_error()  # no warnings about heads that are not used here
             model, loading_info = AutoModel.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=dtype,
                 output_loading_info=True, ignore_mismatched_sizes=True,
@@ -67,14 +67,14 @@ class TextEncoder:
     def encode(self, texts: list[str], on_batch: Callable[[int], None] = lambda num_texts: None) -> Encoding:
         """Encode texts, each distinct one once, batched by length.
 
-        `on_batch` is called with the number of texts, repeated ones included, that a batch finished.
+        `on_batch` is called after each batch with the number of texts that it encoded, repeated ones included.
         """
         if not texts:
             return Encoding(np.zeros((0, self.dim), np.float32), 0)
         position_of: dict[str, int] = {}
         row_to_distinct = np.fromiter((position_of.setdefault(text, len(position_of)) for text in texts), np.int64)
         repeats = np.bincount(row_to_distinct)
-        # Not truncated by the tokenizer, to see which texts are longer; "[SEP]" in a text is text.
+        # The tokenizer does not truncate, so that longer texts can be counted; "[SEP]" in a text is text.
         tokenized = self._tokenizer(list(position_of), truncation=False, verbose=False, split_special_tokens=True)
         tokenized = tokenized["input_ids"]
         most = self._max_text_tokens
@@ -87,7 +87,7 @@ class TextEncoder:
         return Encoding(vectors[row_to_distinct], int(repeats[is_long].sum()))
 
     def _batches(self, lengths: list[int]) -> Iterator[tuple[np.ndarray, tuple[int, int]]]:
-        """Texts of like length together, longest first, and the shape of their forward, which their length decides."""
+        """Yield texts of one padded length, longest first, and the shape of their forward, which depends only on it."""
         padded = np.minimum(-(-np.asarray(lengths) // LENGTH_STEP) * LENGTH_STEP, self._max_text_tokens)
         for length in np.unique(padded)[::-1]:
             indices = np.flatnonzero(padded == length)
@@ -99,7 +99,7 @@ class TextEncoder:
     def _forward(self, rows: list[list[int]], shape: tuple[int, int]) -> np.ndarray:
         input_ids = torch.full(shape, self._tokenizer.pad_token_id)
         mask = torch.zeros(shape, dtype=torch.long)
-        mask[len(rows) :, 0] = 1  # rows that only fill the shape attend to something, or softmax would be nan
+        mask[len(rows) :, 0] = 1  # padding rows attend to one token, or softmax would be nan
         for index, ids in enumerate(rows):
             input_ids[index, : len(ids)] = torch.tensor(ids)
             mask[index, : len(ids)] = 1

@@ -1,7 +1,7 @@
-"""Feature tables in the layouts that others read: Parquet with Merlin's schema, FuxiCTR's, RecBole's.
+"""Feature tables in the layouts of other libraries: Merlin (Parquet with its schema), FuxiCTR and RecBole.
 
-All have vectors and both codes. Each is written a row group at a time into a folder that will lie at a `place`, whose
-last part is the data set's name; `settings.yaml` in it is what the other library's configuration needs.
+All have the vectors and both codes. Each is written one row group at a time to a folder that will be moved to `place`,
+whose last part is the data set's name; its `settings.yaml` has the configuration for the other library.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,12 +20,12 @@ from laserbatch.pipeline.storage.parquet import write_parquet
 
 @dataclass(frozen=True)
 class SideExport:
-    """One side's features on their way to another library.
+    """One side's features, to be exported to another library.
 
     Attributes
     ----------
-    schema : of the feature table.
-    batches : its rows, all or some, to be read once.
+    schema : schema of the feature table.
+    batches : all or some of its rows, which are read once.
     """
 
     side: str
@@ -46,9 +46,9 @@ class SideExport:
 
 
 def write_merlin(sides: Sequence[SideExport], folder: Path, place: Path) -> None:
-    """`<side>/features.parquet` with all columns, and `schema.pbtxt`, as Merlin reads a folder.
+    """Write `<side>/features.parquet` with all columns, and `schema.pbtxt`, in the layout of Merlin.
 
-    TorchRec, or whoever else reads Parquet, takes the same files.
+    TorchRec and other readers of Parquet can use the same files.
     """
     for export in sides:
         write_parquet(export.batches, folder / export.side / "features.parquet", export.schema)
@@ -69,9 +69,9 @@ def _feature(name: str, kind: str, shape: str, tags: list[str]) -> str:
 
 
 def write_fuxictr(sides: Sequence[SideExport], folder: Path, place: Path) -> None:
-    """`<side>_id.parquet` with `key` and `value`, FuxiCTR's `pretrained_emb`; and feature columns that name them.
+    """Write `<side>_id.parquet` with `key` and `value`, FuxiCTR's `pretrained_emb`, and feature columns that name it.
 
-    Codes stand in it as `<side>_cluster_id` and `<side>_residual_id`, columns that rows to train on are joined with.
+    It also has the codes, as `<side>_cluster_id` and `<side>_residual_id`, to be joined to the training rows.
     """
     columns = []
     for export in sides:
@@ -98,9 +98,9 @@ def write_fuxictr(sides: Sequence[SideExport], folder: Path, place: Path) -> Non
 
 
 def write_recbole(sides: Sequence[SideExport], folder: Path, place: Path) -> None:
-    """`<dataset>.<side>emb`, atomic files of RecBole; and the settings that load them as weights of the ids.
+    """Write `<dataset>.<side>emb`, atomic files of RecBole, and the settings that load them as weights of the ids.
 
-    Raises WorkspaceError on an id with a tab or a line end in it, which these files cannot hold.
+    Raises WorkspaceError if an id has a tab or a line end in it, which these files cannot hold.
     """
     settings: dict[str, Any] = {"additional_feat_suffix": [], "preload_weight": {}}
     for export in sides:

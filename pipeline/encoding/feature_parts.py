@@ -1,7 +1,7 @@
-"""The files of a side's features: where one ends and the next begins, and how one is written.
+"""The files of a side's features: dividing ids into files, and writing one file.
 
-A file holds a range of ids. Ranges stay from night to night, so that the file of a range in which nothing changed is
-taken over as it is.
+A file holds a range of ids. Ranges stay the same from night to night, so that a file without changes is carried over as
+it is.
 """
 
 from bisect import bisect_left
@@ -26,13 +26,13 @@ PART_ROWS = 64 * 1024  # a file has at most twice as many
 
 
 def part_bounds(num_rows: int, id_at: Callable[[int], int | str], first_ids: Sequence[int | str]) -> list[int]:
-    """Where files begin among rows in the order of ids, and where the last ends; 0 and 0 where there are no rows.
+    """The first row of each file, with rows in the order of ids, and the end of the last; 0 and 0 if there are no rows.
 
     Parameters
     ----------
-    id_at : the id of a row.
-    first_ids : ids that files of the run before begin with, ascending. Files begin there again; one of more than twice
-        `PART_ROWS` rows is divided, and then those are joined that together have at most so many.
+    id_at : returns the id of a row.
+    first_ids : the first ids of the previous run's files, ascending. Files begin at the same ids. A file of more than
+        `2 * PART_ROWS` rows is divided, and then neighbours that together have at most `PART_ROWS` rows are joined.
     """
     starts = sorted({0, *(bisect_left(range(num_rows), first_id, key=id_at) for first_id in first_ids[1:])})
     pieces = []
@@ -48,7 +48,7 @@ def part_bounds(num_rows: int, id_at: Callable[[int], int | str], first_ids: Seq
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """A file of features, and the codes of the first level that are in it."""
+    """A file of features, and the codes of the first level that occur in it."""
 
     file: FeatureFile
     clusters: tuple[int, ...]
@@ -61,10 +61,10 @@ class PartTask:
     Attributes
     ----------
     rows : Parquet file with the id, the provenance and the place of the vector (`VectorFiles`) of each row of the side.
-    start, stop : rows of it that this file gets.
-    vectors : that they name.
-    checksums : of the earlier files that these rows are taken from.
-    is_unchanged : whether one of them has these rows and no others.
+    start, stop : the range of its rows that this file gets.
+    vectors : the vectors that these rows name.
+    checksums : checksums of the earlier files from which these rows are taken.
+    is_unchanged : whether one of the earlier files has exactly these rows.
     """
 
     side: str
@@ -87,7 +87,7 @@ class PartTask:
         return [self.path]
 
     def run(self) -> WrittenPart:
-        """Raises WorkspaceError where an earlier file is not as it was written."""
+        """Write the file. Raises WorkspaceError if an earlier file is not as it was written."""
         for path, sha256 in self.checksums.items():
             if sha256_file(path) != sha256:
                 raise WorkspaceError(
@@ -107,7 +107,7 @@ class PartTask:
         return WrittenPart(file, tuple(sorted(clusters)))
 
     def _rows(self, clusters: set[int], schema: pa.Schema) -> Iterator[pa.Table]:
-        """The rows in groups; clusters that a text is in are added to `clusters`."""
+        """Yield the rows in groups; the clusters of their texts are added to `clusters`."""
         codebook, known = read_codebook(self.coding.codebook), None
         if self.coding.codes is not None:
             known = np.load(self.coding.codes, mmap_mode="r", allow_pickle=False)

@@ -1,7 +1,7 @@
-"""Knowledge records to feature rows: vectors and cluster ids ("ID features") beside the ids they belong to.
+"""From knowledge records to feature rows: each entity's id with a vector and cluster ids ("ID features").
 
-Only the generated text is encoded. A history in front of it would push the knowledge out of the encoder's limit, and
-would bring the history into the features by another door.
+Only the generated text is encoded. A history in front of it would push the knowledge beyond the encoder's limit, and
+would bring the history itself into the features.
 """
 
 import hashlib
@@ -44,13 +44,13 @@ from laserbatch.pipeline.storage.parquet import (
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.retrieval_pools.ids import rows_among
 
-VECTORS_FOLDER = Path("features/.vectors")  # of a run: new vectors, until all features are written
-PROVENANCE = ("run_id", "fingerprint")  # these and the id of its entity say which text a row is of
+VECTORS_FOLDER = Path("features/.vectors")  # in a run: new vectors, until all features are written
+PROVENANCE = ("run_id", "fingerprint")  # these and the entity's id identify the text of a row
 
 
 @dataclass(frozen=True)
 class EarlierFeatures:
-    """The features of one side of a run that was written before."""
+    """The features of one side of an earlier run."""
 
     run: RunFolder
     side: Side
@@ -62,7 +62,7 @@ class EarlierFeatures:
 
     @property
     def checksums(self) -> dict[Path, str]:
-        """Of each file, in the order of ids."""
+        """The checksum of each file, in the order of ids."""
         return {self.run.root / part.file: part.sha256 for part in self.figures.parts}
 
 
@@ -70,13 +70,13 @@ class EarlierFeatures:
 class FeatureWriter:
     """Writes the features of one side of a run's texts, `feature_schema` in the order of ids, and their codebook.
 
-    In memory are a few numbers a text. Ids and provenance are in scratch files. Vectors are in files; whoever encodes
-    (`PartsEncoder`) reads and writes them.
+    A few numbers per text are in memory. Ids and provenance are in scratch files. Vectors are in files, which the
+    encoder (`PartsEncoder`) reads and writes.
 
     Attributes
     ----------
     load_encoder : called with the number of texts whose vectors are not known.
-    fields : those of `TextPart`.
+    fields : as in `TextPart`.
     on_batch : called with the number of texts that a batch encoded.
     """
 
@@ -93,10 +93,10 @@ class FeatureWriter:
 
         Parameters
         ----------
-        earlier : of the same encoder. The vectors of texts that are among them are taken over, which are bit for bit
-            what encoding again would give; so are their codes, and the codebook goes on from theirs. A file whose
-            texts are all among them is taken over as it is. Raises WorkspaceError where a file is missing or damaged.
-        codes_of : the run whose plain texts these are: its codes and codebook are taken as they are.
+        earlier : features of the same encoder. Texts that are in them keep their vectors, which encoding again would
+            reproduce bit for bit, and their codes, and their codebook is continued. A file with the same texts is
+            carried over as it is. Raises WorkspaceError if a file is missing or damaged.
+        codes_of : the run whose plain texts these are: its codes and codebook are used unchanged.
         """
         side, with_codes = self.side, codes_of or (None if earlier is None else earlier.run)
         if earlier is not None:
@@ -131,7 +131,7 @@ class FeatureWriter:
     def _encode(
         self, texts: "_Texts", earlier: EarlierFeatures | None, encoder: PartsEncoder
     ) -> tuple[VectorFiles, Path]:
-        """Encode new texts; the vectors of all, and the file that says whose they are (`PartTask.rows`)."""
+        """Encode new texts. Returns the vectors of all texts, and the file with their entities (`PartTask.rows`)."""
         part_size = encoder.part_size(texts.num_new) if texts.num_new else 1
         text_rows, places = texts.placed(part_size)
         files = parquet_files(self.run.knowledge_folder(self.side))
@@ -148,7 +148,7 @@ class FeatureWriter:
         return VectorFiles(new, () if earlier is None else tuple(all_rows(list(earlier.checksums)))), rows
 
     def _digest(self, files: Sequence[Path], text_rows: np.ndarray, part_size: int) -> str:
-        """Names the vectors of texts: by the encoder, and by their rows in files of these contents."""
+        """A digest to name vectors by: of the encoder, the contents of knowledge files, and the texts' rows in them."""
         digest = hashlib.sha256(json.dumps([self.side, self.encoder_id, self.fields, part_size]).encode())
         shards = self.run.shards(self.side).finished()
         for path in files:
@@ -160,7 +160,7 @@ class FeatureWriter:
     def _code(
         self, rows: Path, vectors: VectorFiles, with_codes: RunFolder | None, is_final: bool, encoder: PartsEncoder
     ) -> Coding:
-        """The codebook, which goes on from that of `with_codes`, and stays it where it `is_final`; None: a new one."""
+        """Make the codebook, from that of the run `with_codes` (None: a new one), unchanged if that one `is_final`."""
         side, num_clusters, folder = self.side, self.settings.num_clusters, vectors.new.folder
         if with_codes is None:
             coding, task_vectors, before, known = Coding(folder / "codebook.parquet", None), vectors, None, []
@@ -202,8 +202,8 @@ class FeatureWriter:
 class _Texts:
     """The texts of a side: ids and provenance in the order of files, mapped, and the order of ids.
 
-    `earlier_rows`, int64[n], are rows of the earlier features by the order of ids, ascending but for -1 where the text
-    is new.
+    `earlier_rows`, int64[n], in the order of ids, has each text's row in the earlier features; -1 for new texts.
+    Otherwise it ascends.
     """
 
     rows: pa.Table
@@ -229,11 +229,10 @@ class _Texts:
         return self.rows["entity_id"][int(self.order[place])].as_py()
 
     def placed(self, part_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """New texts as they are encoded, in parts: their rows in files, int64[num_new]; and where all vectors will lie.
+        """The rows of new texts in the order of encoding, int64[num_new], and the places of all vectors, int64[n].
 
-        The texts of a part are near each other in files, and in the order of ids within the part: so the files of
-        features, ranges of ids, read a piece of each part. Places, int64[n] in the order of ids, are those of
-        `VectorFiles`.
+        The texts of a part are near each other in the files, and sorted by id within the part: so a file of features,
+        which is a range of ids, reads one piece of each part. Places, as in `VectorFiles`, are in the order of ids.
         """
         is_new = self.earlier_rows < 0
         rows = self.order[is_new]
@@ -250,7 +249,7 @@ class _Texts:
         return pa.schema(kinds)
 
     def groups(self, places: np.ndarray, names: list[str]) -> Iterator[pa.Table]:
-        """Ids, provenance and places of vectors in the order of ids."""
+        """Yield ids, provenance and places of vectors in the order of ids."""
         for start in range(0, len(places), ROW_GROUP_ROWS):
             group = slice(start, start + ROW_GROUP_ROWS)
             columns = self.rows.take(pa.array(self.order[group])).columns
@@ -258,20 +257,20 @@ class _Texts:
 
 
 def _first_ids(files: Iterable[Path], id_column: str, id_type: pa.DataType) -> list[int | str]:
-    """Ids that files begin with; none where they have another type."""
+    """The first id of each file that has one of type `id_type`."""
     batches = (next(iter_range(path, 0, 1, [id_column]), None) for path in files)
     ids = [batch[id_column] for batch in batches if batch is not None]
     return [of_file[0].as_py() for of_file in ids if of_file.type == id_type]
 
 
 def _is_whole_file(held: Sequence[FeatureRows], vectors: VectorFiles, earlier_rows: np.ndarray) -> bool:
-    """Whether an earlier file has these rows, int64[n] ascending, -1 of new texts, and no others."""
+    """Whether an earlier file has exactly these rows, int64[n], ascending but for -1 of new texts."""
     is_whole = len(held) == 1 and held[0] in vectors.earlier and len(earlier_rows) == held[0].stop
     return is_whole and bool((earlier_rows >= 0).all())
 
 
 def changed_rows(table: Path, earlier: Path, id_column: str) -> tuple[np.ndarray, pa.Array]:
-    """What of a feature table is not in an earlier one: bool[n], rows of a new text; and the ids that went."""
+    """Compare a feature table with an earlier one: whether each row has a new text, bool[n], and the ids that went."""
     rows = as_large(read_parquet(table, [id_column, *PROVENANCE])).rename_columns({id_column: "entity_id"})
     before = as_large(read_parquet(earlier, [id_column]))[id_column].combine_chunks()
     gone = before.filter(pc.invert(pc.is_in(before, value_set=rows["entity_id"].combine_chunks())))
@@ -279,10 +278,10 @@ def changed_rows(table: Path, earlier: Path, id_column: str) -> tuple[np.ndarray
 
 
 def _known_rows(rows: pa.Table, order: np.ndarray, earlier: Path, id_column: str) -> np.ndarray:
-    """The row of earlier features of each entity's text, in the order of ids: int64[n]; -1 without one.
+    """The row of each entity's text in earlier features, in the order of ids: int64[n]; -1 if it is not there.
 
-    The entity, the run that generated it and the prompt that it answers say which text it is. Both are in the order of
-    ids, so they are compared batch by batch.
+    A text is identified by its entity, the run that generated it and its prompt. Both tables are sorted by id, so they
+    are compared batch by batch.
     """
     known, place, start = np.full(len(order), -1), 0, 0
 

@@ -1,4 +1,4 @@
-"""Which encoder the settings name, as its files and this machine say: nothing is loaded."""
+"""The identity of the encoder that the settings name, from its files and this machine, without loading it."""
 
 import importlib.util
 from functools import cache
@@ -17,7 +17,7 @@ WEIGHTS_FILE = "model.safetensors"
 
 
 def encoder_identity(settings: EncodingSettings) -> str:
-    """Folder, start of the weights' SHA-256, dtype: vectors of one identity may be compared.
+    """The folder's name, the start of the weights' SHA-256, and the dtype: vectors of one identity can be compared.
 
     Raises ModelError as `find_encoder` and `device_and_dtype` do.
     """
@@ -27,10 +27,10 @@ def encoder_identity(settings: EncodingSettings) -> str:
 
 
 def with_dtype(settings: EncodingSettings, earlier: str | None) -> EncodingSettings:
-    """The settings with the dtype that `auto` means, so that every machine of a cluster computes in it.
+    """The settings with the dtype that `auto` means here, so that all machines of a cluster compute in it.
 
-    `earlier` is the identity of the vectors that there are. If this encoder made them, their dtype is kept: a night on
-    another machine then does not encode all texts again.
+    `earlier` is the identity of existing vectors. If this encoder made them, their dtype is kept, so that a night on
+    another machine does not encode all texts again.
     """
     if settings.dtype != "auto":
         return settings
@@ -42,14 +42,14 @@ def with_dtype(settings: EncodingSettings, earlier: str | None) -> EncodingSetti
 
 
 def device_and_dtype(settings: EncodingSettings) -> tuple[str, str]:
-    """What the encoder runs on, and in: torch's names. Raises ModelError: the device is not there."""
+    """The encoder's device and dtype, by torch's names. Raises ModelError if there is no such device."""
     has_cuda = num_gpus() > 0
     if settings.device == "cuda" and not has_cuda:
         raise ModelError("the encoder is to run on CUDA, but torch sees no CUDA device; use auto or cpu")
     device = ("cuda" if has_cuda else "cpu") if settings.device == "auto" else settings.device
     if settings.dtype != "auto":
         return device, settings.dtype
-    # Asked of the processor, not measured: a stopwatch could answer differently tomorrow, and the vectors with it.
+    # The processor is asked, not timed: another timing tomorrow would change the dtype, and so the vectors.
     if device == "cuda":
         import torch
 
@@ -60,9 +60,9 @@ def device_and_dtype(settings: EncodingSettings) -> tuple[str, str]:
 
 
 def find_encoder(settings: EncodingSettings) -> tuple[Path, str]:
-    """Folder and SHA-256 of the weights of the encoder that the settings name; nothing is loaded.
+    """The folder of the encoder that the settings name, and the SHA-256 of its weights; nothing is loaded.
 
-    Raises ModelError: it is not there, or not the expected one.
+    Raises ModelError if it is missing, or not the expected one.
     """
     folder = _minilm_folder() if settings.encoder is None else Path(settings.encoder)
     if not folder.is_dir():
@@ -75,7 +75,7 @@ def find_encoder(settings: EncodingSettings) -> tuple[Path, str]:
         raise ModelError(
             f"{folder}: no {WEIGHTS_FILE} (found {', '.join(names) or 'nothing'}); only safetensors are loaded"
         )
-    read_config(folder)  # raises now what would stop the night once its texts are written
+    read_config(folder)  # raises errors now that would otherwise stop the night after its texts are written
     digest = _digest(weights, weights.stat().st_size, weights.stat().st_mtime_ns)
     if settings.encoder is None and digest != MINILM_SHA256:
         raise ModelError(
@@ -87,12 +87,12 @@ def find_encoder(settings: EncodingSettings) -> tuple[Path, str]:
 
 @cache
 def _digest(weights: Path, num_bytes: int, mtime_ns: int) -> str:
-    """The SHA-256 of a file, which is read once a process while size and time stay the same: a night asks often."""
+    """The SHA-256 of a file, cached while its size and time stay the same: a night asks often."""
     return sha256_file(weights)
 
 
 def _minilm_folder() -> Path:
-    """Folder of the bundled encoder's weights, found without importing the package that carries them."""
+    """The folder of the default encoder's weights, found without importing its package."""
     spec = importlib.util.find_spec(MINILM_PACKAGE)
     locations = list(spec.submodule_search_locations or []) if spec is not None else []
     if not locations:

@@ -1,7 +1,7 @@
 """The feature table, as an Arrow schema: all that CTR training needs to know of the pipeline.
 
-One row an entity; the files of a side hold ranges of ids, in their order. Imports nothing of the pipeline, and no
-torch: this file is the contract between those who make features and those who train on them.
+It has one row per entity; the files of a side hold consecutive ranges of ids. This module is the contract between
+making features and training on them, so it imports neither torch nor anything of the pipeline.
 """
 
 import datetime
@@ -17,23 +17,23 @@ _EPOCH = datetime.date(1970, 1, 1)
 
 
 def feature_schema(side: str, entity_id_type: pa.DataType, dim: int) -> pa.Schema:
-    """Arrow schema of a feature file, whose ids keep the type that they have in the input tables."""
+    """The Arrow schema of a feature file; ids keep the type that they have in the input tables."""
     return pa.schema(
         [
             pa.field(f"{side}_id", entity_id_type, nullable=False),
             pa.field("vector", pa.list_(pa.float32(), dim), nullable=False),  # L2-normalised
-            pa.field("cluster_id", pa.int32(), nullable=False),  # code of the first level: the nearest centroid's
-            pa.field("residual_id", pa.int32(), nullable=False),  # of the second: of what the first leaves
+            pa.field("cluster_id", pa.int32(), nullable=False),  # code of the first level: the nearest centroid
+            pa.field("residual_id", pa.int32(), nullable=False),  # code of the second level, of the residual
             pa.field("run_id", pa.string(), nullable=False),  # the run that generated the text; begins with its date
             pa.field("fingerprint", pa.string(), nullable=False),  # of the prompt that the text answers
-            pa.field("valid_from", MOMENT, nullable=False),  # the day after `run_id`'s: of rows that may see the text
+            pa.field("valid_from", MOMENT, nullable=False),  # the day after `run_id`'s: rows from then on may see it
         ],
         metadata={"laserbatch.record": "feature", "laserbatch.version": str(FEATURE_VERSION), "laserbatch.side": side},
     )
 
 
 def check_feature_schema(schema: pa.Schema, side: str) -> None:
-    """Raise ValueError where a table is no feature table of this version and side."""
+    """Raise ValueError if a table is not a feature table of this version and side."""
     metadata = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
     actual = metadata.get("laserbatch.record"), metadata.get("laserbatch.version"), metadata.get("laserbatch.side")
     if actual != ("feature", str(FEATURE_VERSION), side):
@@ -47,7 +47,7 @@ def check_feature_schema(schema: pa.Schema, side: str) -> None:
 
 
 def run_date(run_id: str) -> datetime.date:
-    """Date of a run id (`<date>-<settings hash>`): the text was made from what was known at the end of that day."""
+    """The date of a run id (`<date>-<settings hash>`): the text was made from data known at the end of that day."""
     try:
         return datetime.date.fromisoformat(run_id[:10])
     except ValueError:
@@ -55,9 +55,9 @@ def run_date(run_id: str) -> datetime.date:
 
 
 def days_valid(run_ids: pa.Array) -> np.ndarray:
-    """From which day on the texts of runs may be seen: int32[n], days since 1970 (UTC); the day after the run's date.
+    """The first day on which each run's texts may be seen, the day after its date: int32[n], days since 1970 (UTC).
 
-    A text of the night of a date knows all up to the end of that day.
+    The texts of a night know all data up to the end of its date.
     """
     coded = run_ids.dictionary_encode()
     run_days = [(run_date(run) - _EPOCH).days + 1 for run in coded.dictionary.to_pylist()]

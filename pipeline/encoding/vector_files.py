@@ -1,7 +1,7 @@
-"""Where the vectors of a side lie: those of new texts in a file a part, those of earlier texts in feature files.
+"""The files of a side's vectors: one file per part for new texts, and the feature files of earlier texts.
 
-Readers take rows of both, a row group at a time. A file of new vectors holds a digest of each, so that a damaged vector
-is noticed where it is read. Knows no texts.
+Readers take rows of both, one row group at a time. A file of new vectors has a digest of each vector, so that reading a
+damaged vector is noticed. This module knows no texts.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,11 +21,11 @@ from laserbatch.pipeline.storage.parquet import iter_range, num_rows_of
 @dataclass(frozen=True)
 class Encoding:
     vectors: np.ndarray  # float32 (num_texts, dim), rows of length 1
-    num_truncated: int  # texts that were longer than the limit and lost their end
+    num_truncated: int  # texts that were cut at the limit
 
 
 def save_vectors(encoding: Encoding, path: Path) -> None:
-    """Write vectors with their digests, to be read by `NewVectors`."""
+    """Write vectors with their digests, for `NewVectors`."""
     vectors = np.ascontiguousarray(encoding.vectors, np.float32)
     batch = pa.record_batch([pa.array(digests(vectors)), vector_column(vectors)], names=["digest", "vector"])
     batch = batch.replace_schema_metadata({"num_truncated": str(encoding.num_truncated)})
@@ -34,7 +34,7 @@ def save_vectors(encoding: Encoding, path: Path) -> None:
 
 
 def is_saved(path: Path, num_texts: int) -> bool:
-    """Whether a file holds the vectors of so many texts, none of them damaged."""
+    """Whether a file holds the vectors of `num_texts` texts, and none is damaged."""
     try:
         saved = _mapped(path)
         digest = saved["digest"].to_numpy()
@@ -45,7 +45,7 @@ def is_saved(path: Path, num_texts: int) -> bool:
 
 @dataclass(frozen=True)
 class NewVectors:
-    """Vectors in the files of a folder, one a part; all but the last have `part_size` rows."""
+    """Vectors in the files of a folder, one file per part; all but the last have `part_size` rows."""
 
     folder: Path
     part_size: int
@@ -62,7 +62,7 @@ class NewVectors:
     def read(self, rows: np.ndarray) -> np.ndarray:
         """The vectors of rows, int64[n], in any order: float32 (n, dim).
 
-        Raises WorkspaceError, which names the file and the row, where a vector is damaged.
+        Raises WorkspaceError, which names the file and the row, if a vector is damaged.
         """
         vectors = np.empty((len(rows), self.dim), np.float32)
         part_of = rows // self.part_size
@@ -81,16 +81,16 @@ class NewVectors:
         return vectors
 
     def digests(self) -> np.ndarray:
-        """Those of all rows: uint64 (num_rows,)."""
+        """The digests of all rows: uint64 (num_rows,)."""
         return np.concatenate([np.zeros(0, np.uint64), *(_mapped(path)["digest"].to_numpy() for path in self.files)])
 
     def num_truncated(self) -> int:
-        """Texts that lost their end."""
+        """The number of texts that were cut at the limit."""
         return sum(int(_mapped(path).schema.metadata[b"num_truncated"]) for path in self.files)
 
 
 def _mapped(path: Path) -> pa.RecordBatch:
-    """A memory-mapped file of vectors: only the rows that are used are read from disk."""
+    """Map a file of vectors into memory: only the rows that are used are read from disk."""
     try:
         with pa.memory_map(str(path)) as file:
             return pa.ipc.open_file(file).get_batch(0)
@@ -119,17 +119,17 @@ def all_rows(files: Sequence[Path]) -> list[FeatureRows]:
 
 
 def rows_between(files: Iterable[FeatureRows], start: int, stop: int) -> tuple[FeatureRows, ...]:
-    """Where rows `start` to `stop` of whole files lie."""
+    """The parts of whole files that hold rows `start` to `stop` of the side."""
     overlaps = ((of, max(start - of.first, 0), min(stop - of.first, of.stop)) for of in files)
     return tuple(FeatureRows(of.path, low, high, of.first + low) for of, low, high in overlaps if low < high)
 
 
 @dataclass(frozen=True)
 class VectorFiles:
-    """Vectors of new and of earlier texts.
+    """The files of vectors of new and of earlier texts.
 
-    A place is a number: the row of an earlier vector, counted over all feature files of its side, or -1 - row of a new
-    one.
+    A place is a number: the row of an earlier vector, counted over all feature files of its side, or `-1 - row` for a
+    new vector.
     """
 
     new: NewVectors
@@ -137,16 +137,16 @@ class VectorFiles:
 
 
 class VectorReader:
-    """Takes vectors of both kinds; of earlier ones one batch is in memory."""
+    """Reads vectors of both kinds; one batch of earlier vectors is in memory."""
 
     def __init__(self, files: VectorFiles) -> None:
         self._files, self._batches = files, _earlier_batches(files.earlier)
         self._batch, self._start = pa.record_batch({}), 0
 
     def take(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The vectors of some places, float32 (n, dim), and their codes, int32 (n, num_levels).
+        """The vectors at some places, float32 (n, dim), and their codes, int32 (n, num_levels).
 
-        Rows of earlier vectors ascend, from call to call too. Codes are those of the feature files, -1 of new vectors.
+        Rows of earlier vectors must ascend, also from call to call. Codes are from feature files, -1 for new vectors.
         """
         is_new = places < 0
         vectors = np.empty((len(places), self._files.new.dim), np.float32)

@@ -1,7 +1,7 @@
-"""Features as they were known at any moment: every version that runs have left, joined to the rows of a log.
+"""Features as they were known at any moment: all versions from finished runs, to be joined to the rows of a log.
 
-A text of the night of a date knows all up to the end of that day, so it is valid from the day after: a row of a log may
-see the versions that are older than its own day began, and the newest of them is its.
+The texts of a night know all data up to the end of its date, so they are valid from the day after. A row of a log may
+see the versions that are valid on its day, and gets the newest of them.
 """
 
 import tempfile
@@ -26,22 +26,22 @@ from laserbatch.pipeline.storage.parquet import iter_parquet, parquet_files
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.retrieval_pools.ids import rows_among
 
-_DAY_BITS = 20  # of days since 1970 in a key: up to the year 4840
+_DAY_BITS = 20  # bits of a key for days since 1970: enough up to the year 4840
 
 
 @dataclass(frozen=True)
 class Versions:
-    """Every version of a side's features, in the order of entities, then of time.
+    """All versions of a side's features, sorted by entity, then by time.
 
     Attributes
     ----------
-    ids : of the entities, distinct and sorted.
+    ids : ids of the entities, distinct and sorted.
     entities : int64[n], places in `ids`.
     valid_from : int32[n], days since 1970 (UTC).
     run_ids : string[n], the run that wrote the text.
-    codes : int32 (n, num_levels), -1 where they are of another codebook than the newest run's.
+    codes : int32 (n, num_levels), -1 if they cannot be compared with the newest run's.
     rows : int64[n], rows of `vectors`.
-    vectors : float32 (n, dim), a file.
+    vectors : float32 (num_read, dim), mapped from a file.
     """
 
     ids: pa.Array
@@ -53,9 +53,9 @@ class Versions:
     vectors: np.ndarray
 
     def of(self, ids: pa.Array, days: np.ndarray) -> np.ndarray:
-        """Of each row, an entity and a day since 1970, the newest version that is older: int64[n]; -1 without one.
+        """The newest version of each entity that is valid on a day since 1970: int64[n]; -1 if there is none.
 
-        Raises WorkspaceError where the ids are of another type than those of the features.
+        Raises WorkspaceError if the ids have another type than those of the features.
         """
         if ids.type != self.ids.type:
             raise WorkspaceError(
@@ -70,14 +70,14 @@ class Versions:
         return np.where(exists, newest, -1)
 
     def fields(self, prefix: str = "") -> list[pa.Field]:
-        """Columns of a version besides the id of its entity."""
+        """The columns of a version, without the id of its entity."""
         codes = dict.fromkeys(LEVELS, pa.int32())
         vector = pa.list_(pa.float32(), self.vectors.shape[1])
         kinds = {"vector": vector, **codes, "run_id": pa.string(), "valid_from": MOMENT}
         return [pa.field(f"{prefix}{name}", kind) for name, kind in kinds.items()]
 
     def columns(self, versions: np.ndarray) -> list[pa.Array]:
-        """The columns of `fields`, of some versions, int64[n] as `of` gives them: -1 is null."""
+        """The columns of `fields` for some versions, int64[n], as `of` returns them; -1 gives null."""
         is_null = versions < 0
         known = versions[~is_null]
         vectors = np.zeros((len(versions), self.vectors.shape[1]), np.float32)
@@ -92,7 +92,7 @@ class Versions:
         ]
 
     def valid_to(self) -> np.ndarray:
-        """The day on which the next version took over: int32[n], days since 1970; -1 for what still holds."""
+        """The day on which the next version replaced each one: int32[n], days since 1970; -1 for those still valid."""
         ends = np.roll(self.valid_from, -1)
         ends[np.append(self.entities[1:] != self.entities[:-1], True)[: len(ends)]] = -1
         return ends
@@ -100,11 +100,11 @@ class Versions:
 
 @contextmanager
 def feature_versions(runs: Sequence[RunFolder], of_plain: bool = False) -> Iterator[dict[Side, Versions]]:
-    """The versions of both sides in the features of runs, the newest last, that are of the newest one's encoder.
+    """Yield the versions of both sides in the features of `runs` (the newest last) with the newest run's encoder.
 
-    Versions of runs with another codebook than the newest one's have no codes, nor have those of runs that it does not
-    build on, whose codebook may have grown otherwise. `of_plain` : of the plain texts that
-    runs have. Runs whose manifest is damaged are left out. Raises WorkspaceError where no run has features.
+    Versions have no codes if their run has another codebook than the newest run, or if the newest run does not build on
+    theirs, since its codebook may have grown differently. `of_plain`: read the features of plain texts. Runs whose
+    manifest is damaged are left out. Raises WorkspaceError if no run has features.
     """
     manifests = {run: manifest for run in runs if (manifest := unless_damaged(run.load_manifest)) is not None}
     with tempfile.TemporaryFile() as user_file, tempfile.TemporaryFile() as item_file:
@@ -132,7 +132,7 @@ def feature_versions(runs: Sequence[RunFolder], of_plain: bool = False) -> Itera
 
 
 def _built_on(run_id: str, manifests: Iterable[RunManifest]) -> set[str]:
-    """A run, and those that it builds on one after another."""
+    """The ids of a run and of all runs that it builds on, directly or indirectly."""
     previous = {manifest.run_id: manifest.origin.previous_run_id for manifest in manifests}
     chain: set[str] = set()
     current: str | None = run_id
@@ -145,24 +145,24 @@ def _built_on(run_id: str, manifests: Iterable[RunManifest]) -> set[str]:
 def read_versions(
     files: Mapping[str, Path], side: str, scratch: BinaryIO, other_codes: Collection[str] = ()
 ) -> Versions:
-    """Every version in the feature tables of runs, whose vectors have one encoder.
+    """Read all versions in the feature tables of runs, whose vectors are of one encoder.
 
     Parameters
     ----------
-    files : run id -> feature table of the side, a file or a folder. Of two versions of one day the later table's holds.
-    other_codes : runs whose codes do not compare with those of the others, or that have none.
-    scratch : file that the vectors are written to. In memory are ids and a few numbers a version.
+    files : run id -> feature table of the side, a file or a folder. Of two versions of a day the later table's counts.
+    other_codes : runs whose codes cannot be compared with those of the others, or that have none.
+    scratch : file that the vectors are written to. Ids and a few numbers per version are in memory.
     """
     parts: list[tuple[pa.Array, pa.Array, np.ndarray]] = []
-    # Key 0: runs whose codes compare; key 1: all runs.
+    # Key 0: runs whose codes can be compared; key 1: all runs.
     runs_read = {key: pa.array([run for run in files if (run in other_codes) <= key], pa.string()) for key in (0, 1)}
     dim = 0
     for run_id, path in files.items():
         has_codes = run_id not in other_codes
-        no_rows = pa.RecordBatch.from_pylist([], pq.read_schema(parquet_files(path)[0]))  # types, where no run has rows
+        no_rows = pa.RecordBatch.from_pylist([], pq.read_schema(parquet_files(path)[0]))  # types, if no run has rows
         columns = [f"{side}_id", "run_id", *(LEVELS if has_codes else ()), "vector"]
         for batch in chain([no_rows], iter_parquet(path, columns)):
-            # Versions of an earlier run are read from its own table if that is there and its codes compare.
+            # Versions of an earlier run are read from its own table if that is there and its codes can be compared.
             run_ids = batch["run_id"]
             is_new = pc.or_(pc.equal(run_ids, run_id), pc.invert(pc.is_in(run_ids, value_set=runs_read[not has_codes])))
             batch = batch.filter(is_new)
