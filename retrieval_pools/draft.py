@@ -185,7 +185,7 @@ def draft_batch(
     options: DraftOptions | None = None,
     num_threads: int = 1,
 ) -> Drafts:
-    """Draft as `draft` does for many sequences in one call: those of a step of the engine.
+    """Draft for many sequences in one call, such as those of a step of the engine, with the same results as `draft`.
 
     Parameters
     ----------

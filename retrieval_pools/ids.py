@@ -120,7 +120,7 @@ def _joined(codes: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def _bytes_of(ids: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Where each id begins, int32[n + 1], and the bytes of all ids, uint8; read-only, so that numba sees one type."""
+    """The start of each id, int32[n + 1], and the bytes of all ids, uint8; read-only, so that numba sees one type."""
     _, *buffers = ids.buffers()
     data = np.empty(0, np.uint8) if buffers[-1] is None else np.frombuffer(buffers[-1], np.uint8)
     if pt.is_int64(ids.type):

@@ -28,7 +28,7 @@ __all__ = ["Draft", "DraftBudget", "Drafts", "OpenPool", "PoolError", "open_pool
 
 @dataclass(frozen=True)
 class DraftBudget:
-    """How much is drafted for each text.
+    """The size and form of the draft of each text.
 
     Parameters
     ----------
@@ -174,7 +174,7 @@ class OpenPool:
         budget = budget or DraftBudget()
         with self._lock:
             texts = [self._texts[request] for request in requests]
-            contexts = [text.context for text in texts]  # views of now: tokens accepted meanwhile are behind their ends
+            contexts = [text.context for text in texts]  # tokens that are accepted meanwhile come after these views
         return draft_batch(
             self.pool,
             contexts,

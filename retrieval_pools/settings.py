@@ -19,7 +19,7 @@ class Frozen(BaseModel):
 
 
 class PoolSettings(Frozen):
-    """How drafts are taken from pools.
+    """The settings for drafting from pools.
 
     `scope` "side" drafts from every text of the side, and texts of the sequence's own group count 3 times; "group"
     drafts only from the group's texts (the separate pools of the LASER paper).
@@ -74,7 +74,7 @@ class DraftSettings(PoolSettings):
 
 
 class RoutingOptions(Frozen):
-    """How the entities of one side are put into groups. Every option has a default that works.
+    """The options for putting the entities of one side into groups. Every option has a default that works.
 
     `scheme` is "router" (collaborative where interactions suffice, otherwise by attributes) or a baseline of the LASER
     paper: "collaborative", "attribute", "random" (RRP) or "global" (GRP, ReSD).

@@ -95,7 +95,7 @@ def run_shards(
         if attempts[shard] < worker_pool.max_attempts:
             queue.appendleft(shard)
             continue
-        # The last worker may have begun to write it.
+        # The lost worker may have begun to write the shard's files.
         RunFolder(worker_pool.spec.run_dir).shards(shard.side).drop(shard.name)
         if shard.num_rows > 1 and worker_pool.num_lost < MAX_LOST_WORKERS:
             halves = split_shard(worker_pool.spec.run_dir, shard)

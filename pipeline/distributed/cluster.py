@@ -171,8 +171,8 @@ def ray_cluster(
     started, short_folder = not ray.is_initialized(), None
     if started and settings.ray_address is None:
         here = Node(usable_cores(), num_gpus())
-        worker_layout(settings, [here], gpus_a_worker)  # refuse what has no room before Ray starts
-        remove_dead_scratch(SHORT_FOLDERS, RAY_PREFIX)  # of nights that were killed
+        worker_layout(settings, [here], gpus_a_worker)  # raises ConfigError before Ray starts if there is no room
+        remove_dead_scratch(SHORT_FOLDERS, RAY_PREFIX)  # folders that killed nights left
         short_folder = _short_folder()
         try:
             with _marked(workspace), _sigterm_kept():

@@ -22,7 +22,7 @@ from laserbatch.pipeline.storage.atomic import link_file, sha256_file
 from laserbatch.pipeline.storage.figures import FeatureFile
 from laserbatch.pipeline.storage.parquet import iter_parquet, iter_range, num_rows_of, write_parquet
 
-PART_ROWS = 64 * 1024  # a file has at most twice as many
+PART_ROWS = 64 * 1024  # a file has at most twice this number of rows
 
 
 def part_bounds(num_rows: int, id_at: Callable[[int], int | str], first_ids: Sequence[int | str]) -> list[int]:

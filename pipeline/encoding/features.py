@@ -1,4 +1,4 @@
-"""From knowledge records to feature rows: each entity's id with a vector and cluster ids ("ID features").
+"""Making feature rows from knowledge records: each entity's id with a vector and cluster ids ("ID features").
 
 Only the generated text is encoded. A history in front of it would push the knowledge beyond the encoder's limit, and
 would bring the history itself into the features.
@@ -115,7 +115,7 @@ class FeatureWriter:
         with atomic_folder(self.run.features_folder(side), overwrite=True) as parts_folder:
             tasks = self._part_tasks(texts, earlier, rows, vectors, coding, parts_folder)
             written: list[WrittenPart] = encoder.run_tasks(tasks)
-        self.run.features_folder(side).with_suffix(".parquet").unlink(missing_ok=True)  # of an earlier version
+        self.run.features_folder(side).with_suffix(".parquet").unlink(missing_ok=True)  # written by earlier versions
         return FeatureFigures(
             parts=tuple(replace(part.file, file=f"features/{side}/{part.file.file}") for part in written),
             dim=vectors.new.dim,

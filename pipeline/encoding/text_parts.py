@@ -17,7 +17,7 @@ import pyarrow as pa
 from laserbatch.pipeline.encoding.vector_files import Encoding, NewVectors, is_saved, save_vectors
 from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, iter_range, num_rows_of, read_rows, write_parquet
 
-if TYPE_CHECKING:  # which loads torch
+if TYPE_CHECKING:  # importing it loads torch
     from laserbatch.pipeline.encoding.encoder import TextEncoder
 
 logger = logging.getLogger(__name__)

@@ -157,7 +157,7 @@ class WriteRules:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How rows are cut into shards.
+    """The rules for cutting rows into shards.
 
     Attributes
     ----------

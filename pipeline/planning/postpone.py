@@ -40,7 +40,7 @@ class Refresh:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Which changed entities get a new text."""
+    """The decision about changed entities: those that get a new text, and those that are postponed."""
 
     is_written: np.ndarray  # bool[n]
     scores: np.ndarray  # float64[n], the value of each new text

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from laserbatch.pipeline.validation import Strict
 
-NOT_DUE, BUDGET, EVIDENCE = "not-due", "budget", "evidence"  # why an entity is not asked about tonight
+NOT_DUE, BUDGET, EVIDENCE = "not-due", "budget", "evidence"  # reasons why an entity gets no new text tonight
 DAYS_OF_A_POINT = 7  # days of waiting that add one to a score, as twice the interactions do
 
 

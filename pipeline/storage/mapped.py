@@ -36,7 +36,7 @@ def mapped_columns(
 
 
 class _Column:
-    """One column: its values are written to a file, and if they differ in size, their bounds to another."""
+    """A column whose values are written to a file, and their bounds, if they differ in size, to another."""
 
     def __init__(self, kind: pa.DataType | None, folder: Path | None, files: ExitStack) -> None:
         self._kind, self._chunks = kind, list[pa.Array]()

@@ -25,8 +25,8 @@ from laserbatch.pipeline.storage.parquet import (
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, quarantine_schema, quarantine_table
 from laserbatch.pipeline.storage.side_shards import SideShards
 
-FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # of runs and experiments
-RUN_ID = re.compile(r"\d{4}-\d\d-\d\d-[0-9a-f]{8}(-\d+)?")  # as a manifest makes it
+FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # names of runs and experiments
+RUN_ID = re.compile(r"\d{4}-\d\d-\d\d-[0-9a-f]{8}(-\d+)?")  # as `make_run_id` makes it
 POSTPONED = pa.schema(
     [
         pa.field("entity_id", pa.string(), nullable=False),  # or an integer, as in the input table

@@ -29,7 +29,7 @@ NUM_TOKEN_KINDS = (IN_PROMPT + IN_OUTPUT + 1) * NUM_FREQUENCIES
 NUM_PLACES = (len(SEEN_EDGES) + 1) * NUM_DEPTHS
 NUM_KINDS = NUM_TOKEN_KINDS * NUM_PLACES
 CURVES_SHAPE = (NUM_TEXT_SOURCES, NUM_KINDS, NUM_KNOTS)
-IDENTITY_CURVES = np.broadcast_to(COUNT_KNOTS, CURVES_SHAPE).copy()  # relative counts are believed as they are
+IDENTITY_CURVES = np.broadcast_to(COUNT_KNOTS, CURVES_SHAPE).copy()  # relative counts are used as probabilities
 IDENTITY_CURVES.flags.writeable = False
 # The knots are the floats whose mantissa has at most one bit set: the upper bits of a float32 tell the knot below it.
 _MANTISSA_BITS = 22

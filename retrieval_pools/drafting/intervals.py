@@ -22,7 +22,7 @@ def probe_place(low, size, k):
 
 @part
 def ends_of_run(index, low, high, low_end, high_end, offset, token):
-    """Where the places whose next token, `offset` tokens on, is `token` begin and end.
+    """The begin and end of the places whose next token, `offset` tokens on, is `token`.
 
     The begin is searched from `low` to `high`, and the end from `low_end` to `high_end`, these bounds included.
     """
@@ -129,7 +129,7 @@ def find_interval(index, context, length):
 
 @part
 def _ends_of_context(index, low, high, low_end, high_end, context, length, known_before, known_behind):
-    """Where the places that begin with the context begin and end; the two ranges are on both sides of a known one."""
+    """The begin and end of the places that begin with the context, searched in two ranges around a known one."""
     while low < high or low_end < high_end:
         size, size_end = high - low, high_end - low_end
         if size > 0:

@@ -172,7 +172,7 @@ def advance_level(levels, level, node, frontier, index, preference, context):
 
 @part
 def _next_interval(levels, level, frontier, slot, index, offset, preference):
-    """The part of the parent's interval that goes on with the path's token; what its run says is not searched again."""
+    """The part of the parent's interval that goes on with the path's token, found by the token's run if it has one."""
     parent, token, bit = frontier.parent[slot], frontier.token[slot], 1 << level
     first, last = np.int64(levels.first[parent, level]), np.int64(levels.last[parent, level])
     if first >= last or offset + 1 >= index.depth:  # the order is not sorted by further tokens

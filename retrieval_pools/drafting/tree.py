@@ -110,7 +110,7 @@ def draft_tree(scratch, index, preference, context, options, max_depth, estimate
     num_levels = add_pool_levels(levels, lookup, index, preference, context, options)
     num_levels = add_own_levels(levels, num_levels, context, options)
     is_first = context.tokens.shape[0] == context.num_prompt and context.previous.shape[0] == 0
-    # At the beginning of a text, it says less about a token that the prompt has it than it does later.
+    # Whether the prompt has a token says less about that token at the beginning of a text than later.
     note_own_tokens(lookup.own, context, options.use_prompt and not is_first, options.use_output)
     node, probability, size, num_nodes = 0, 1.0, 0, 0  # node 0 is the root, node n the n-th drafted
     best_node, levels.worth[0] = 0, 0.0

@@ -77,7 +77,7 @@ def _parts(
 
 @cached()
 def count_first_tokens(tokens, starts, texts, vocab_size):
-    """Where each token's positions start in the order of some texts: int32[vocab_size + 2].
+    """The start of each token's positions in the order of some texts: int32[vocab_size + 2].
 
     `order[result[t + 1]:result[t + 2]]` has the positions of token t; the separators, as token -1, are in front.
     """

@@ -3,9 +3,8 @@
     speculative_config={"method": "custom_class", "num_speculative_tokens": 8,
                         "model": "laserbatch.retrieval_pools.integrations.vllm.PoolProposer"}
 
-vLLM passes the tokens of a whole batch, but no request ids: a text is recognised by its tokens, and its group and its
-previous text are found by its prompt. vLLM verifies; with greedy verification the texts are those that it writes
-without drafts. docs/vllm.md describes the use.
+vLLM passes the tokens of a batch without request ids: a text is recognised by its tokens, its group and previous text
+are found by its prompt. vLLM verifies; greedily, its texts are the same as without drafts. See docs/vllm.md.
 """
 
 import json
@@ -57,7 +56,8 @@ def read_step_cost(path: Path) -> StepCost:
 class ProposerSettings(BaseModel, frozen=True, extra="forbid"):
     """The JSON object in the file that LASERBATCH_DRAFTS names; its paths are relative to the file.
 
-    The file may have a list of them for several pools: a prompt uses the one whose routes know it, or the first.
+    The file may have a list of them for several pools: a prompt uses the one whose routes know it, or the first. The
+    step cost and `min_acceptance` of the first are used for all.
     """
 
     pools: Path  # a workspace's `pools` folder

@@ -42,7 +42,7 @@ class Route:
     """The group of an entity's text, which its drafts prefer: a readable name, and the scheme that chose it."""
 
     group: str
-    scheme: str  # "collaborative", "attribute", "random" or "global"
+    scheme: str  # "collaborative", "attribute", "random" or "global"; "none" without pools
 
 
 @dataclass(frozen=True)
