@@ -165,7 +165,7 @@ class Sharding:
     size : number of rows of a shard; None: `default_shard_size`.
     routes : pool groups, as `side_routes` returns them; None: no groups.
     isolate_ids : entities that share no shard with others and come first, so that their time can be measured.
-    is_by_score : rows are sorted by the score of their new text, not by group.
+    is_by_score : rows are sorted by the score of their new text, highest first, not by group.
     """
 
     batch_size: int
@@ -185,7 +185,7 @@ class SideDecision:
     fingerprints, records : their fingerprints, and the rows of their earlier records, int64[n] (-1: none).
     carried, waiting : int64, rows of earlier records that stay: unchanged ones, and those whose new text waits.
     quarantined : entities without a prompt tonight.
-    postponed : postponed entities, as `run_folder.POSTPONED`; None if there is no rule.
+    postponed : postponed entities, as `run_folder.POSTPONED`; None without a rule that postpones.
     num_tokens, scores : expected tokens of the new texts (0 without a rule), and their scores, float64[n], or None.
     """
 
