@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from laserbatch.pipeline.encoding.codebook import Codebook, Level, digests, fit_codebook, followed
 from laserbatch.pipeline.encoding.schema import LEVELS, vector_column, vectors_of
 from laserbatch.pipeline.encoding.vector_files import NewVectors, VectorFiles, VectorReader
+from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.atomic import atomic_path
 from laserbatch.pipeline.storage.parquet import iter_parquet, read_parquet, write_parquet
 
@@ -96,10 +97,12 @@ def _spread(places: np.ndarray) -> np.ndarray:
 
 
 def read_codebook(path: Path) -> Codebook:
-    """Read a codebook. Raises WorkspaceError if the file is damaged or lacks a column."""
+    """Read a codebook. Raises WorkspaceError if the file is damaged, lacks a column or is no codebook."""
     table = read_parquet(path, ["level", "num_vectors", "vector"])
     metadata = {key.decode(): value.decode() for key, value in (pq.read_schema(path).metadata or {}).items()}
     levels = []
+    if missing := {"laserbatch.codebook", *(f"laserbatch.radius.{name}" for name in LEVELS)} - metadata.keys():
+        raise WorkspaceError(f"{path} is no codebook: its metadata lacks {min(missing)}. Restore it from a copy.")
     for name in LEVELS:
         rows = table.filter(pc.equal(table["level"], name))
         radius = float(metadata[f"laserbatch.radius.{name}"])

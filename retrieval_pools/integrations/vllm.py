@@ -56,8 +56,8 @@ def read_step_cost(path: Path) -> StepCost:
 class ProposerSettings(BaseModel, frozen=True, extra="forbid"):
     """The JSON object in the file that LASERBATCH_DRAFTS names; its paths are relative to the file.
 
-    The file may have a list of them for several pools: a prompt uses the one whose routes know it, or the first. The
-    step cost and `min_acceptance` of the first are used for all.
+    The file may have a list of them for several pools: a prompt uses the one whose routes know it, or the first. All
+    must have the same `step_cost` and `min_acceptance`.
     """
 
     pools: Path  # a workspace's `pools` folder
@@ -80,6 +80,13 @@ class ProposerSettings(BaseModel, frozen=True, extra="forbid"):
             )
         except (OSError, ValueError) as error:
             raise PoolError(f"{path} does not say what to draft from: {_fault(error)}") from None
+        for name in ("step_cost", "min_acceptance"):
+            for number, entry in enumerate(entries):
+                if (value := getattr(entry, name)) != (first := getattr(entries[0], name)):
+                    raise PoolError(
+                        f"{path}: {name} is {value} in entry {number} and {first} in entry 0; all pools share one. "
+                        "Give all entries the same."
+                    )
         return tuple(entry._beside(path.parent) for entry in entries)
 
     def _beside(self, folder: Path) -> "ProposerSettings":

@@ -15,6 +15,7 @@ from tiny_encoders import load
 from laserbatch.jobs.stages.encode import encode_run
 from laserbatch.pipeline.encoding import features
 from laserbatch.pipeline.encoding.codebook import fit_centroids, fit_codebook, followed, nearest_centroids
+from laserbatch.pipeline.encoding.codebook_file import read_codebook
 from laserbatch.pipeline.encoding.features import FeatureWriter
 from laserbatch.pipeline.encoding.schema import check_feature_schema, feature_schema, run_date
 from laserbatch.pipeline.encoding.settings import EncodingSettings
@@ -108,6 +109,12 @@ def test_clusters_are_seeded_and_never_more_than_vectors():
     assert fit_centroids(np.zeros((0, 3), np.float32)).shape == (0, 3)
     assert nearest_centroids(np.zeros((0, 3), np.float32), centroids).shape == (0,)
     assert len(fit_centroids(np.repeat(vectors, 101, axis=0), 4)) == 4  # by mini-batches
+
+
+def test_a_file_that_is_no_codebook_is_refused(tmp_path):
+    write_parquet(pa.table({"level": ["cluster_id"], "num_vectors": [1], "vector": [[0.5]]}), tmp_path / "c.parquet")
+    with pytest.raises(WorkspaceError, match=r"no codebook: its metadata lacks laserbatch\.codebook"):
+        read_codebook(tmp_path / "c.parquet")
 
 
 def test_a_codebook_follows_its_vectors_a_little_and_grows_where_they_are_far():

@@ -210,6 +210,11 @@ def test_what_is_missing_or_of_another_tokenizer_is_said_before_anything_loads(w
     ):
         with pytest.raises(PoolError, match=sentence):
             proposer(world, **change)
+    entries = [{"pools": "pools", "side": "user", "min_acceptance": value} for value in (0.1, 0.1, 0.2)]
+    (world / "drafts.json").write_text(json.dumps(entries))
+    with pytest.raises(PoolError, match=r"min_acceptance is 0\.2 in entry 2 and 0\.1 in entry 0"):
+        ProposerSettings.read()
+    write_settings(world)
     (world / "model" / "tokenizer.json").write_text("{ }")
     with pytest.raises(PoolError, match="was built with the tokenizer"):
         proposer(world)

@@ -224,7 +224,7 @@ class Oracle:
     def _waiting(self, year, run: Path, side: str, date: str, fingerprints: dict[object, str], carried: set,
                  without_title: set, previous: Run | None,
                  force: bool) -> tuple[Waiting, dict[object, str]]:  # fmt: skip
-        """Who is postponed, and of those without a text since when; by docs/nights.md, "What is worth rewriting".
+        """Who is postponed, and those without a text since when (docs/nights.md, "Which texts are rewritten tonight").
 
         Who is beyond a budget is read from the run; that they are those of the lowest scores is checked.
         """
