@@ -1,14 +1,14 @@
-"""How fast is attention over a packed step? The kernel beside torch's padded attention, on one layer of an 8 B model.
+"""Time of attention over a packed step: our kernel and torch's padded attention, on one layer of an 8 B model.
 
     python benchmarks/attention.py --quick --json attention.json
     python benchmarks/attention.py --blocks --json blocks.json
 
-Sequences of about 500 committed tokens, scattered over a store, each with its last token and a tree of drafts. Every
-system's result is compared with the slow version before it is timed. Without CUDA nothing is timed: `--smoke` then only
+Each sequence has about 500 committed tokens, scattered over the KV cache, its last token and a draft tree. The result
+of each system is compared with the slow version before it is timed. Without CUDA nothing is timed: `--smoke` then only
 shows that everything runs, the kernel through Triton's interpreter (`TRITON_INTERPRET=1`).
 
-`--blocks` times the kernel alone under block sizes of a small grid, and names the best of all problems together: what
-the defaults of `Blocks` in `triton_attention.py` should be for such devices.
+`--blocks` times the kernel alone under the block sizes of a small grid, and names those with the least time over all
+problems: the defaults of `Blocks` in `triton_attention.py` should be these on such devices.
 
 Nobody has run this on a GPU yet: no result of it is published.
 """
@@ -36,7 +36,7 @@ TOLERANCE = 0.02  # relative error in bfloat16
 
 @dataclass(frozen=True)
 class Scale:
-    """Batches and trees that are measured, and repetitions of each."""
+    """Batch sizes and tree sizes to measure, and repetitions of each."""
 
     batches: tuple[int, ...]
     trees: tuple[int, ...]
@@ -46,13 +46,13 @@ class Scale:
 
 FULL = Scale((1, 16, 64, 128, 256), (0, 4, 16, 64), 100)
 QUICK = Scale((1, 64, 256), (0, 4, 16, 64), 30)
-BLOCKS = Scale((1, 64, 256), (0, 8), 20)  # what a night runs: plain decoding and the trees that pay at these batches
+BLOCKS = Scale((1, 64, 256), (0, 8), 20)  # as in a night: plain decoding, and trees that pay at these batch sizes
 SMOKE = Scale((1, 3), (0, 5), 2, context=40)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One layer's attention in one step: queries, the store's keys and values, and what is seen."""
+    """One layer's attention in one step: queries, the cache's keys and values, and which keys each query attends to."""
 
     query: torch.Tensor  # (num_tokens, num_heads, head_dim)
     keys: torch.Tensor  # (num_kv_heads, num_slots, head_dim)
@@ -62,7 +62,7 @@ class Problem:
 
     @cached_property
     def expected(self) -> torch.Tensor:
-        """The right result, by torch in float32."""
+        """The correct result, computed by torch in float32."""
         exact = (tensor.float() for tensor in (self.query, self.keys, self.values))
         output = torch_attention(*exact, [one_group(self.metadata)], HEAD_DIM**-0.5, None, None, None)
         return output.to(self.query.dtype)
@@ -79,9 +79,9 @@ def _random_tree(rng, num_nodes: int) -> TokenTree:
 
 
 def make_problem(batch: int, tree: int, context: int, device: torch.device) -> Problem:
-    """Random queries, keys and trees; every sequence has one chain token and `tree` drafted ones."""
+    """Random queries, keys and trees; each sequence has one chain token and `tree` draft tokens."""
     rng = np.random.default_rng(SEED)
-    committed = np.sort(rng.integers(context * 4 // 5, context * 6 // 5 + 1, batch))  # as groups have them
+    committed = np.sort(rng.integers(context * 4 // 5, context * 6 // 5 + 1, batch))  # sorted, as in groups
     trees = TreeBatch.of([_random_tree(rng, tree) for _ in range(batch)])
     masks = trees.ancestors.reshape(batch, tree)
     sizes = committed + 1 + tree
@@ -108,7 +108,7 @@ def make_problem(batch: int, tree: int, context: int, device: torch.device) -> P
 
 
 def kernel_system(problem: Problem, **blocks) -> Callable[[], torch.Tensor]:
-    """The Triton kernel, reading keys where they lie."""
+    """A call of the Triton kernel, which reads keys from their slots."""
     from laserbatch.pipeline.decoding.attention.triton_attention import triton_attention
 
     shape = LaunchShape.of(problem.max_keys, len(problem.query), problem.num_sequences, len(problem.keys))
@@ -117,14 +117,14 @@ def kernel_system(problem: Problem, **blocks) -> Callable[[], torch.Tensor]:
 
 
 def one_group(metadata: AttentionMetadata) -> Group:
-    """All sequences, padded to the longest."""
+    """All sequences as one group, padded to the longest."""
     on_host = AttentionMetadata(**{name: tensor.cpu().numpy() for name, tensor in vars(metadata).items()})
     (group,) = cut_groups(on_host, call_cost=1 << 60)
     return group
 
 
 def sdpa_system(problem: Problem, gathers: bool) -> Callable[[], torch.Tensor]:
-    """torch's attention with a padded mask, query heads folded; keys gathered in each call, or contiguous before it."""
+    """torch's attention with a padded mask and folded query heads; keys are gathered in each call, or once before."""
     group, batch, folded = one_group(problem.metadata), problem.num_sequences, NUM_HEADS // NUM_KV_HEADS
     slots, sees = (torch.from_numpy(array).to(problem.query.device) for array in (group.slots, group.sees))
     queries = problem.query.view(batch, -1, NUM_HEADS, HEAD_DIM).transpose(1, 2)
@@ -155,8 +155,8 @@ SYSTEMS: dict[str, Callable[[Problem], Callable[[], torch.Tensor]]] = {
 def times_us(run: Callable[[], torch.Tensor], num_repetitions: int) -> list[float]:
     """Microseconds of each call on the device.
 
-    Calls are replayed from a CUDA graph, as the engine does, so that no launch waits for Python; before each, more is
-    written than the device's cache holds, since a model's other layers come between two calls of one.
+    Like the engine, this replays calls from a CUDA graph, so that no launch waits for Python. Before each call it
+    overwrites the device's cache, because a model's other layers run between two calls of one layer.
     """
     for _ in range(3):  # compiles, chooses algorithms
         run()
@@ -175,7 +175,7 @@ def times_us(run: Callable[[], torch.Tensor], num_repetitions: int) -> list[floa
 
 
 def measure(problem: Problem, name: str, scale: Scale, **options) -> dict:
-    """One system on one problem: its error, and its times where there is CUDA; or why it cannot run."""
+    """The row of one system on one problem: its error and, on CUDA, its times; or the reason why it failed."""
     row: dict = {"system": name}
     try:
         run = SYSTEMS[name](problem, **options)
@@ -183,7 +183,7 @@ def measure(problem: Problem, name: str, scale: Scale, **options) -> dict:
         row |= {"relative_error": error, "right": error <= TOLERANCE}
         if problem.query.device.type == "cuda":
             row["us"] = Spread.of(times_us(run, scale.num_repetitions))
-    except Exception as failure:  # a peer that is not installed, does not compile or cannot be captured is told
+    except Exception as failure:  # a system that is not installed, does not compile or cannot be captured
         return row | {"failed": f"{type(failure).__name__}: {failure}".splitlines()[0][:200]}
     if "us" in row:
         num_bytes = 2 * problem.keys.numel() * problem.keys.element_size()
@@ -192,19 +192,19 @@ def measure(problem: Problem, name: str, scale: Scale, **options) -> dict:
 
 
 def blocks_grid() -> list:
-    """Block sizes to try, the default first."""
+    """The block sizes to try, the default first."""
     from laserbatch.pipeline.decoding.attention.triton_attention import DEFAULT_BLOCKS, Blocks
 
     tried = [
         Blocks(keys, rows, warps, stages)
         for keys, rows, warps, stages in product((32, 64, 128), (16, 64), (4, 8), (2, 3))
-        if warps == 4 or keys * rows >= 4096  # eight warps have too little to do with less
+        if warps == 4 or keys * rows >= 4096  # smaller blocks have too little work for eight warps
     ]
     return [DEFAULT_BLOCKS, *(blocks for blocks in tried if blocks != DEFAULT_BLOCKS)]
 
 
 def measure_blocks(scale: Scale, device: torch.device, grid: Sequence) -> dict:
-    """Time of each problem under each block size, and the one whose times are the least of all, geometric mean."""
+    """The times of each problem under each block size, and the block size with the least geometric mean time."""
     rows, over_default = [], {}
     problems = {(b, t): make_problem(b, t, scale.context, device) for b in scale.batches for t in scale.trees}
     for blocks in grid:
@@ -232,7 +232,7 @@ def describe(row: dict) -> str:
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--blocks", action="store_true", help="the kernel alone, under block sizes of a grid")
+    parser.add_argument("--blocks", action="store_true", help="time the kernel alone, under a grid of block sizes")
     options = parser.parse_args(words)
     on_cuda = torch.cuda.is_available()
     device = torch.device("cuda" if on_cuda else "cpu")

@@ -1,17 +1,17 @@
-"""Lists of items by beam search over codes: drafted and verified, beside plain beams and those of transformers.
+"""Lists of items by beam search over codes: drafted and verified beams, plain beams, and transformers' beams.
 
     python benchmarks/beams.py --quick --json OUT
 
-A recommender, and small models that draft for it, one for each way to train them, learn from Amazon Beauty's training
-sequences (`--data`), half an hour on two cores, kept in the cache. Test users, whose last item nobody has seen, are
-answered by all in turns: our own batched constrained beam search, `transformers.generate` with beams, strict
-verification of what each small model drafts and of lists that are there already (`lists`: those before the user's last
-item came), the lists as a night drafts them (`nights`: as much as was fastest on other users), and sampled beams with
-relaxed verification. Rows are `{method, k, batch, speedup, accepted_steps, forwards, tokens}`: `speedup` is users a
-second over our own plain beams of the same kind, `accepted_steps` the levels of a user that needed no forward;
-`forwards` of the target over plain ones is what drafts gain where a forward costs the same whatever it holds, `tokens`
-a user where it costs what it holds. How good lists are (`quality`) is of many more users. Ablations: drafts without the
-density term, without constrained alignment; verification without a tree, every path apart.
+A recommender and its draft models, one for each training method, are trained on Amazon Beauty's training sequences
+(`--data`): half an hour on two cores, kept in the cache. Then all methods take turns at lists for test users, whose
+last item no model has seen: our batched constrained beam search, `transformers.generate` with beams, strict
+verification of the drafts of each draft model and of earlier lists (`lists`: those from before the user's last item),
+the drafts of a night (`nights`: earlier lists, drafting as much as was fastest for other users), and sampled beams with
+relaxed verification. Rows are `{method, k, batch, speedup, accepted_steps, forwards, tokens}`: `speedup` is users per
+second over our plain beams of the same kind; `accepted_steps` is the number of a user's levels that needed no forward.
+If every forward costs the same, the ratio of `forwards` to plain ones is what drafts gain; if its cost grows with its
+tokens, that of `tokens` per user is. `quality`, how good lists are, is measured on many more users. Ablations: drafts
+without the density term or without constrained alignment; verification without a tree, each path by itself.
 """
 
 import hashlib
@@ -39,9 +39,9 @@ from laserbatch.research.recommending.losses import strict_loss
 from laserbatch.research.recommending.models import Recommender, load_recommender
 from laserbatch.research.recommending.training import RecommenderOptions, train_draft, train_recommender
 
-WIDTH = 4  # of small models' beams and of lists before, as a multiple of the length of a list
+WIDTH = 4  # width of draft models' beams and of earlier lists, as a multiple of a list's length
 QUALITY_OF = 10
-TRIED = 4  # batches of users that are not timed, by which it is chosen how much nights draft
+TRIED = 4  # number of untimed batches of users that choose how much `nights` drafts
 SAMPLED = ("atspeed_r", "sft")
 KINDS = ("sft", "wordkd", "tvdkd", "seqkd", "atspeed_s", "atspeed_r")
 ABLATIONS = {
@@ -52,8 +52,8 @@ ABLATIONS = {
 
 @dataclass(frozen=True)
 class Scale:
-    """Users trained on, asked in time, judged; list lengths, users side by side, repetitions; epochs of target and
-    drafts."""
+    """The numbers of training, timed and judged users; list lengths, batch sizes and repetitions; the epochs of target
+    and draft models."""
 
     num_trained: int
     num_users: int
@@ -72,7 +72,7 @@ SMOKE = Scale(200, 8, 8, (3,), (4,), 1, (1, 1), 40)
 
 @dataclass(frozen=True)
 class World:
-    """Histories as rows of the catalogue: those trained on, and of each asked user what is known and what came then."""
+    """Histories as rows of the catalogue: training histories, and each test user's history and next item."""
 
     codes: ItemCodes
     trie: ItemTrie
@@ -82,7 +82,7 @@ class World:
 
 
 def world_of(data: Path, scale: Scale) -> World:
-    """Users' training items; those with an item of the test are asked for its first, by what came before it."""
+    """Read the data set. A test user's answer is the first item of the test split; the history is what came before."""
     codes = read_codes(data / "beauty" / "item_codes.parquet")
     rows = {item: number for number, item in enumerate(codes.item_ids.to_pylist())}
     parts: dict[str, dict[str, list[int]]] = {}
@@ -97,7 +97,7 @@ def world_of(data: Path, scale: Scale) -> World:
 
 
 def models_of(world: World, cache: Path, scale: Scale) -> dict[str, Recommender]:
-    """The target and each small model, trained or from the cache."""
+    """The target and each draft model, trained or from the cache."""
     digest = hashlib.sha256(repr(scale).encode() + world.codes.codes.tobytes()).hexdigest()[:10]
     folder, recommenders = cache / f"beauty-{digest}", {}
     if not (folder / "target" / "recommender.json").exists():
@@ -109,7 +109,7 @@ def models_of(world: World, cache: Path, scale: Scale) -> dict[str, Recommender]
         own = folder / name.replace(", ", "-").replace(" ", "-")
         if not (own / "recommender.json").exists():
             kind = name.partition(",")[0]
-            # Those that learn from lists see fewer histories, each as much oftener.
+            # Methods that learn from lists see fewer histories, each of them more often.
             epochs = scale.epochs[1]
             if kind.startswith("atspeed") or kind == "seqkd":
                 epochs = max(1, round(epochs * len(world.trained) / scale.num_listed / 4))
@@ -122,7 +122,7 @@ def models_of(world: World, cache: Path, scale: Scale) -> dict[str, Recommender]
 
 @contextmanager
 def replaced_strict_loss(loss: Callable | None) -> Iterator[None]:
-    """Within the block drafts are aligned by another loss, where one is given."""
+    """Within the block draft models are aligned by `loss`, unless it is None."""
     own = losses.strict_loss
     losses.strict_loss = loss or own
     try:
@@ -131,11 +131,11 @@ def replaced_strict_loss(loss: Callable | None) -> Iterator[None]:
         losses.strict_loss = own
 
 
-Run = Callable[[Sequence[int]], tuple[list[BeamResult], CodeTrees | None]]  # from places of asked users to their lists
+Run = Callable[[Sequence[int]], tuple[list[BeamResult], CodeTrees | None]]  # from positions of users to their lists
 
 
 class WithoutATree(CodeTrees):
-    """As dear as if every drafted path were verified by itself: those above it are computed for each once more."""
+    """Trees at the cost of verifying each drafted path by itself: each path computes its ancestors once more."""
 
     def _forward(self, new, num_new: int, is_first: bool) -> torch.Tensor:
         apart = []
@@ -147,7 +147,7 @@ class WithoutATree(CodeTrees):
 
 
 def methods_of(world: World, models: dict[str, Recommender], size: int, scale: Scale, batch: int) -> dict[str, Run]:
-    """What is compared, by name; those that sample end in `sampled`."""
+    """The methods to compare, by name; the names of sampling methods end in `sampled`."""
     target, trie = models["target"], world.trie
     width = WIDTH * size
 
@@ -201,7 +201,7 @@ def methods_of(world: World, models: dict[str, Recommender], size: int, scale: S
 
 @torch.inference_mode()
 def by_transformers(world: World, target: Recommender, users: Sequence[int], size: int) -> list[BeamResult]:
-    """Its own beams, kept to items by `prefix_allowed_tokens_fn`."""
+    """Lists by transformers' beam search, limited to items by `prefix_allowed_tokens_fn`."""
     prompts = [target.card.prompt(world.codes.codes[world.histories[user]]) for user in users]
     trie, firsts = world.trie, target.card.first_tokens
     longest = max(map(len, prompts))
@@ -231,7 +231,7 @@ def by_transformers(world: World, target: Recommender, users: Sequence[int], siz
 def rows_of(world: World, models: dict[str, Recommender], scale: Scale) -> Iterator[dict]:
     num_asked = min(len(world.histories), scale.num_users)
     for batch in scale.batches:
-        num_timed = num_asked if batch > 8 else max(1, num_asked // 4)  # alone fewer
+        num_timed = num_asked if batch > 8 else max(1, num_asked // 4)  # fewer users at small batch sizes
         parts = [range(start, min(start + batch, num_timed)) for start in range(0, num_timed, batch)]
         for size in scale.sizes:
             methods = methods_of(world, models, size, scale, batch)
@@ -265,7 +265,7 @@ def rows_of(world: World, models: dict[str, Recommender], scale: Scale) -> Itera
 
 
 def quality_of(world: World, models: dict[str, Recommender], scale: Scale) -> Iterator[dict]:
-    """How good lists are, of all users; those that are verified strictly are plain ones."""
+    """Recall and NDCG of the lists of all users; strictly verified lists are the plain ones."""
     methods = methods_of(world, models, QUALITY_OF, scale, 32)
     parts = [range(start, min(start + 32, len(world.histories))) for start in range(0, len(world.histories), 32)]
     chosen = ("plain", "atspeed_s", "plain, sampled", *(f"{name}, sampled" for name in SAMPLED))
@@ -281,7 +281,7 @@ def quality_of(world: World, models: dict[str, Recommender], scale: Scale) -> It
 
 
 def figures_of(rows: Sequence[dict], quality: Sequence[dict]) -> Iterator[Figure]:
-    """Strict lists are plain ones; what verification gains."""
+    """The figures: strict lists equal plain ones, quality, and what verification gains."""
     apart = ("plain", "transformers")
     strict = [row for row in rows if not row["method"].endswith("sampled") and row["method"] not in apart]
     yield Figure.at_least(

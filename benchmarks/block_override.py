@@ -1,7 +1,7 @@
-"""Other block sizes of the attention kernel for a whole process: a pytest plugin (`-p block_override`), and a call.
+"""Override the attention kernel's block sizes in a whole process, as a pytest plugin (`-p block_override`) or a call.
 
-`BENCHMARK_BLOCKS='{"num_stages": 1}'` changes these fields of every default of `triton_attention.py`. A kernel that is
-right with one stage and wrong with three has a fault in its pipelining.
+`BENCHMARK_BLOCKS='{"num_stages": 1}'` sets these fields in every default of `triton_attention.py`. If the kernel is
+right with one stage and wrong with three, its pipelining has a fault.
 """
 
 import inspect
@@ -13,11 +13,11 @@ VARIABLE = "BENCHMARK_BLOCKS"
 
 
 def override_blocks() -> None:
-    """Apply the variable, where it is set.
+    """Apply the environment variable, if it is set.
 
     Raises
     ------
-    RuntimeError : the kernel's module has no default of this kind any more.
+    RuntimeError : the kernel's module has no default block sizes any more.
     """
     changes = json.loads(os.environ.get(VARIABLE) or "{}")
     if not changes:
@@ -40,5 +40,5 @@ def override_blocks() -> None:
 
 
 def pytest_configure(config) -> None:
-    """Called by pytest in its own process and in every worker of xdist."""
+    """Override the blocks; pytest calls this in its own process and in every worker of xdist."""
     override_blocks()

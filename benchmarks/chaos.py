@@ -1,22 +1,22 @@
-"""Nights that are killed: each is given again by the same command, and its output compared with an undisturbed one's.
+"""Kill nights, run the same command again, and compare the output with that of an undisturbed night.
 
     python benchmarks/chaos.py --kills 40 --json chaos.json
 
-A small sample world, the bundled model, float32 on the CPU. A night before is written once; every kill is of the second
-night, in a copy of that workspace. Three kinds of death:
+Each night runs on a small sample world with the bundled model, in float32 on the CPU. The first night is written once;
+every kill hits the second night, in a copy of that workspace. The kinds of kills:
 
-- `driver` and `sigterm`: at one of the night's operations on its files, by SIGKILL or SIGTERM. The reference run lists
-  them, and kills are spread over all of its stages. Texts are written by the process itself, so that it is cheap.
-- `driver-ray`, `actor`, `raylet`, `gcs`: a process of a night whose texts Ray's workers write, while they start, when
-  they have begun, when they have written something, or while tasks encode or build pools, which they do here of however
-  few texts. The same command after it has a Ray of its own again.
-- `task`: one of these tasks. The night itself has to end well.
-- `node`: the raylet of one of the two nodes of a simulated cluster that the night has joined. The night itself has to
-  end well, and to have lost one worker at most: that of the node.
+- `driver` and `sigterm`: SIGKILL or SIGTERM at one of the night's file operations. The reference run lists these
+  operations, and the kills are spread over all of its stages. The night's own process writes the texts: this is cheap.
+- `driver-ray`, `actor`, `raylet`, `gcs`: SIGKILL for a process of a night whose texts Ray workers write. It comes while
+  the workers start, after they began, after the first shard, or while tasks encode or build pools (here tasks do this
+  for any number of texts). The same command then starts a Ray of its own.
+- `task`: SIGKILL for one of these tasks. The night itself must end well.
+- `node`: SIGKILL for the raylet of one of the two nodes of a simulated cluster that the night has joined. The night
+  itself must end well, and must have lost at most one worker: that of the node.
 
-`survived`: the night, or else the same command after it, ended well within its limit. A night that was over before the
-moment of its death came is tried again, and a second time counts as not survived. `identical`: every Parquet file
-of the run, and every file of its pools but their timings, is as the reference's. `lost` and `doubled` are ids.
+`survived`: neither command hung, and the last one ended well. If a night is over before its kill comes, it is tried
+once more; a second time counts as not survived. `identical`: the run's Parquet files and the files of its pools, other
+than their timings, are those of the reference. `lost` and `doubled` are numbers of ids.
 """
 
 import hashlib
@@ -68,11 +68,11 @@ SETTINGS = {
     "cluster": {"num_workers": 2},
 }
 NUM_USERS, NUM_ITEMS = 10, 14
-MAX_LINGER_S = 60.0  # processes of a killed night may live this long after the next command ended
+MAX_LINGER_S = 60.0  # how long processes of a killed night may live after the next command ended
 FILE_KINDS = ("driver", "sigterm")
 RAY_KINDS = ("driver-ray", "actor", "raylet", "gcs", "node", "task")
 TASKS = {"encoding": "ray::_encode_part", "pools": "ray::_build_in_task"}
-# Seconds after each that a death may come.
+# The kill comes at most this many seconds after the moment.
 RAY_MOMENTS = {"start": 1.5, "first step": 0.5, "first shard": 0.3, "encoding": 0.5, "pools": 0.5}
 NOT_AT = {"actor": ("start", *TASKS), "node": ("start",), "task": ("start", "first step", "first shard")}
 NONE_OF = ("lost", "doubled", "hung", "left")  # ids, ids, nights, and processes or files that a dead night left
@@ -80,8 +80,8 @@ NONE_OF = ("lost", "doubled", "hung", "left")  # ids, ids, nights, and processes
 
 def main() -> None:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--kills", type=int, help="how many nights are killed")
-    parser.add_argument("--minutes", type=float, help="after which no further night is killed")
+    parser.add_argument("--kills", type=int, help="number of nights to kill")
+    parser.add_argument("--minutes", type=float, help="kill no further night after this time")
     arguments = parser.parse_args()
     num_kills = arguments.kills or scale_of(arguments, 40, 6, 2)
     with tempfile.TemporaryDirectory(prefix="laserbatch-chaos-") as folder:
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def write_results(json_path: Path | None, outcomes: list["Outcome"], num_wanted: int) -> None:
-    """Print and write what came of the kills."""
+    """Print and write the results of the kills."""
     rows = rows_of(outcomes)
     totals = {name: sum(row[name] for row in rows) for name in ("survived", "identical", *NONE_OF)}
     figures = [
@@ -115,7 +115,7 @@ def write_results(json_path: Path | None, outcomes: list["Outcome"], num_wanted:
 
 @dataclass(frozen=True)
 class Kill:
-    """One death: which kind, in which stage, and at which of the driver's operations, or Ray's moment."""
+    """One kill: its kind, its stage or moment under Ray, and the driver's operation or the delay after the moment."""
 
     kind: str
     stage: str
@@ -128,10 +128,10 @@ class Kill:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a kill."""
+    """The result of a kill."""
 
     kill: Kill
-    exit_codes: list[int | None]  # of the killed night and of the same command again; None: it hung
+    exit_codes: list[int | None]  # of the killed night, then of the same command run again; None: it hung
     is_identical: bool = False
     num_lost: int = 0
     num_doubled: int = 0
@@ -144,7 +144,7 @@ class Outcome:
 
 
 def drawn(operations: list[str], num_kills: int, order: random.Random) -> list[Kill]:
-    """Deaths, spread over kinds and stages; `operations` names the stage of each of the night's operations."""
+    """Draw kills, spread over kinds and stages; `operations` names the stage of each file operation of the night."""
     by_stage = defaultdict(list)
     for number, stage in enumerate(operations, 1):
         by_stage[stage].append(number)
@@ -163,11 +163,11 @@ def drawn(operations: list[str], num_kills: int, order: random.Random) -> list[K
 
 
 class Missed(Exception):
-    """A night was over before its death came."""
+    """A night was over before its kill came."""
 
 
 class Chaos:
-    """A prepared workspace, what an undisturbed second night makes of it, and nights that are killed."""
+    """Kills nights in copies of a prepared workspace and compares them with an undisturbed second night."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -179,7 +179,7 @@ class Chaos:
         """Write the world, the first night, and the reference of the second one."""
         from laserbatch.pipeline.sample.world import write_sample_world
 
-        world = self.folder / "night"  # as all nights: a run's id has the path of its tables
+        world = self.folder / "night"  # the same for all nights, because a run's id depends on the path of its tables
         write_sample_world(world / "tables", num_users=NUM_USERS, num_items=NUM_ITEMS)
         (world / "laserbatch.yaml").write_text(yaml.safe_dump(SETTINGS), encoding="utf-8")
         require(forked_night(world, FIRST_DATE), world)
@@ -191,7 +191,7 @@ class Chaos:
         print(f"{len(self.operations)} operations: {dict(Counter(self.operations))}", file=sys.stderr)
 
     def outcome_of(self, kill: Kill) -> Outcome:
-        """Kill a night, give its command again, and compare."""
+        """Kill a night, run its command again, and compare."""
         try:
             return self._outcome_of(kill)
         except Missed:
@@ -221,11 +221,11 @@ class Chaos:
             return [forked_night(place, SECOND_DATE, (kill.operation, number)), forked_night(place, SECOND_DATE)], 0
         with simulated_cluster(mark) if kill.kind == "node" else nullcontext(Cluster()) as cluster:
             first = ray_night(place, mark, cluster.address, lambda night: self._kill(kill, night, place, mark, cluster))
-            if kill.kind == "node":  # what is left of it ends when the cluster does
+            if kill.kind == "node":  # the night's remaining processes end with the cluster
                 return [first], 0
             if kill.kind == "task" and first != 0:
                 return [first], len(marked(mark))
-        again = ray_night(place, mark)  # at once: whatever is still there must not hinder it
+        again = ray_night(place, mark)  # at once: processes that still live must not hinder it
         deadline_s = time.monotonic() + MAX_LINGER_S
         while marked(mark) and time.monotonic() < deadline_s:
             time.sleep(0.2)
@@ -235,7 +235,7 @@ class Chaos:
         return [first, again], num_left
 
     def _kill(self, kill: Kill, night: subprocess.Popen, place: Path, mark: str, cluster: "Cluster") -> None:
-        """Wait for the moment, then kill. Raises Missed: the night was over before."""
+        """Wait for the moment, then kill. Raises Missed if the night was over before."""
         names = {"actor": "ray::_Worker", "raylet": "raylet", "gcs": "gcs_server"} | {"task": TASKS.get(kill.stage)}
         run_folder = place / "workspace" / "runs"
         workers_mark = f"{mark}-cluster" if kill.kind == "node" else mark
@@ -290,13 +290,13 @@ class Chaos:
 
 
 def event_names(place: Path) -> list[str]:
-    """The names of what happened in the runs of the second date."""
+    """The names of all events in the runs of the second date."""
     paths = place.glob(f"workspace/runs/{SECOND_DATE}*/events.jsonl")
     return [event["event"] for path in paths for event in read_events(path)]
 
 
 def rows_of(outcomes: list[Outcome]) -> list[dict]:
-    """Outcomes by kind and stage."""
+    """One row for each kind and stage."""
     groups = defaultdict(list)
     for outcome in outcomes:
         groups[outcome.kill.kind, outcome.kill.stage].append(outcome)
@@ -317,7 +317,7 @@ def rows_of(outcomes: list[Outcome]) -> list[dict]:
 
 
 def contents(place: Path) -> dict[str, str]:
-    """By name a hash of each Parquet file of the published run, by content, and of the files of its pools."""
+    """Hashes, by name, of the content of the published run's Parquet files and of the files of its pools."""
     workspace = Workspace.open(place / "workspace", create=False)
     run = workspace.publication.run()
     digests = {"published": run.run_id}
@@ -335,7 +335,7 @@ def contents(place: Path) -> dict[str, str]:
 
 
 def ids_of(place: Path) -> dict[str, Counter]:
-    """How often each entity is in the published texts or in quarantine, by side."""
+    """The number of times each entity is in the published texts, by side."""
     run = Workspace.open(place / "workspace", create=False).publication.run()
     counts = {}
     for side in SIDES:
@@ -345,7 +345,7 @@ def ids_of(place: Path) -> dict[str, Counter]:
 
 
 def require(exit_code: int | None, place: Path) -> None:
-    """Leave where a night that nobody killed did not end well."""
+    """Exit if an undisturbed night did not end well."""
     if exit_code != 0:
         sys.exit(f"an undisturbed night ended with {exit_code}: {(place / 'said.txt').read_text(encoding='utf-8')}")
 

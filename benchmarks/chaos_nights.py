@@ -1,4 +1,4 @@
-"""Nights for `chaos.py`: one that is killed at an operation on its files, one under Ray, and a simulated cluster."""
+"""Nights for `chaos.py`: a night killed at one of its file operations, a night under Ray, and a simulated cluster."""
 
 import json
 import logging
@@ -19,9 +19,9 @@ from in_process import write_here
 CLI = (sys.executable, "-c", "from laserbatch.jobs.cli import main; main()")  # the command `laserbatch`
 FIRST_DATE, SECOND_DATE = "2025-02-28", "2025-03-01"
 TIMEOUT_S = 240.0  # a night that takes longer counts as hung, whether it was killed or not
-MARK = "LASERBATCH_CHAOS"  # in the environment of every process of a night
-OPERATIONS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate"}  # as Python audits them
-WRITTEN = re.compile(r"/(knowledge|shards)/\w+/\.?0")  # a shard that is no plan's
+MARK = "LASERBATCH_CHAOS"  # environment variable of every process of a night
+OPERATIONS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate"}  # Python's audit events
+WRITTEN = re.compile(r"/(knowledge|shards)/\w+/\.?0")  # files of written shards, not of the plan
 
 
 def forked_night(
@@ -32,12 +32,12 @@ def forked_night(
     options: Sequence[str] = (),
     most_s: float = TIMEOUT_S,
 ) -> int | None:
-    """A night by the command line in a process of its own that writes its texts itself; its exit code, None: it hung.
+    """Run a night in a forked process that writes its texts itself; return its exit code, or None if it hung.
 
-    `death` : at which of its operations on files under `place` which signal comes. `log` : where the stage of each of
-    them is written.
+    `death` : the number of the operation on files under `place` at which a signal comes, and the signal. `log` : the
+    file to which the stage of each operation is written.
     """
-    # Before the fork, so that nights need not load them. Nothing of them may have run: threads do not survive it.
+    # Imported before the fork, so that nights need not load them. They must not start threads: a fork loses threads.
     from laserbatch.jobs import cli
     from laserbatch.pipeline.decoding.model import load  # noqa: F401
     from laserbatch.pipeline.distributed import worker  # noqa: F401
@@ -75,7 +75,7 @@ def forked_night(
 
 
 class Watch(logging.Handler):
-    """Counts what this process does to files under a folder, by the stage of its night, and may end it there."""
+    """Records the night's stage at each file operation under a folder; may kill this process at one of them."""
 
     def __init__(self, folder: Path, death: tuple[int, int] | None) -> None:
         super().__init__(logging.INFO)
@@ -108,11 +108,11 @@ class Watch(logging.Handler):
 
 
 def night_command(date: str) -> list[str]:
-    """The command of a night, in a folder that has its configuration."""
+    """The command of a night; run it in the folder of its configuration."""
     return [*CLI, "nightly", "--config", "laserbatch.yaml", "--date", date]
 
 
-# Tasks encode and build pools though there are few texts.
+# Encoding and building pools run in Ray tasks, although there are few texts.
 IN_TASKS = "from laserbatch.jobs.stages import build_pools; from laserbatch.pipeline.distributed import encoding; "
 IN_TASKS += "build_pools.MIN_TEXTS_OF_TASK = encoding.MIN_TEXTS = 1; "
 
@@ -123,7 +123,7 @@ def ray_night(
     address: str | None = None,
     meanwhile: Callable[[subprocess.Popen], None] = lambda night: None,
 ) -> int | None:
-    """A night whose texts Ray's workers write, by the command line; its exit code, None: it hung."""
+    """Run a night whose texts Ray workers write; return its exit code, or None if it hung."""
     python, option, code, *arguments = night_command(SECOND_DATE)
     command = [python, option, IN_TASKS + code, *arguments, *(["--ray-address", address] if address else [])]
     with open(place / "said.txt", "a") as log:
@@ -140,7 +140,7 @@ def ray_night(
 
 @dataclass(frozen=True)
 class Cluster:
-    """A simulated cluster; none where there is no address."""
+    """A simulated cluster; without an address there is none."""
 
     address: str | None = None
     raylets: list[int] = field(default_factory=list)
@@ -148,7 +148,7 @@ class Cluster:
 
 @contextmanager
 def simulated_cluster(mark: str):
-    """Two nodes of a CPU each, by a process of their own."""
+    """Start a process that simulates two nodes with one CPU each."""
     command = [sys.executable, __file__]
     environment = os.environ | {MARK: f"{mark}-cluster"}
     holder = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -179,26 +179,26 @@ def hold_cluster() -> None:
 
 
 def wait_for(happened: Callable[[], object], night: subprocess.Popen) -> None:
-    """Until something has happened, the night has ended, or too long."""
+    """Wait until `happened` returns true, the night has ended, or the timeout is over."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while not happened() and night.poll() is None and time.monotonic() < deadline_s:
         time.sleep(0.05)
 
 
 def marked(mark: str) -> dict[int, str]:
-    """The processes of a night, and what they are called."""
+    """The command line of each process of a night, by process id."""
     commands = {}
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if f"{MARK}={mark}\0".encode() in (path / "environ").read_bytes() + b"\0":
                 line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                if line:  # else it has ended, and nobody has asked how
+                if line:  # an empty command line: a zombie
                     commands[int(path.name)] = line
     return commands
 
 
 def is_mapped(path: str) -> bool:
-    """Whether a living process, of whatever night, has a file in its memory."""
+    """Whether any living process has mapped the file."""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):
             if path in maps.read_text(errors="replace"):
@@ -207,7 +207,7 @@ def is_mapped(path: str) -> bool:
 
 
 def named(mark: str, name: str) -> list[int]:
-    """Processes of a night of a name, in the order of their ids."""
+    """The ids of a night's processes whose program name starts with `name`, ascending."""
     return sorted(pid for pid, line in marked(mark).items() if Path(line.split()[0]).name.startswith(name))
 
 

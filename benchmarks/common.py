@@ -1,6 +1,6 @@
-"""What the benchmarks share: the command line, turns, medians and intervals, figures, the machine, the JSON.
+"""Shared code of the benchmarks: the command line, turns, medians and intervals, figures, the machine, the JSON.
 
-Nothing written here names a host, a user or a folder of the machine.
+No output names a host, a user or a folder of the machine.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-START_S = time.perf_counter()  # of this process, or nearly
+START_S = time.perf_counter()  # about when this process started
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED = REPOSITORY.parent / "shared"  # data and models lie beside the repository, never inside it
 DEFAULT_DATA = Path(os.environ.get("LASERBATCH_TEST_DATA", SHARED / "data"))
@@ -48,13 +48,13 @@ Scale = TypeVar("Scale")
 
 
 def benchmark_parser(about: str, *options: str) -> argparse.ArgumentParser:
-    """A parser with `--quick`, `--smoke` (`size` says which, or "full"), `--json`, and some of the shared options."""
+    """A parser with `--quick` and `--smoke` (both set `size`; default "full"), `--json` and the shared `options`."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     size = parser.add_mutually_exclusive_group()
     for name, meaning in (("quick", "less: under 5 minutes on 2 cores"), ("smoke", "does it run at all")):
         size.add_argument(f"--{name}", dest="size", action="store_const", const=name, help=meaning)
     parser.set_defaults(size="full")
-    parser.add_argument("--json", type=Path, help="write machine, command and what was measured here")
+    parser.add_argument("--json", type=Path, help="file to write: machine, command and measurements")
     for name in options:
         parser.add_argument(f"--{name}", **_OPTIONS[name])
     return parser
@@ -66,7 +66,7 @@ def scale_of(arguments: argparse.Namespace, full: Scale, quick: Scale, smoke: Sc
 
 
 def begin(num_threads: int) -> None:
-    """Before anything is measured: torch's threads, and a log of what the benchmarks do."""
+    """Set torch's threads and start the benchmarks' log; call this before anything is measured."""
     import torch
     import transformers
 
@@ -76,16 +76,16 @@ def begin(num_threads: int) -> None:
 
 
 def show_progress() -> None:
-    """Log what the benchmarks do, and warnings of everybody else."""
+    """Log what the benchmarks do, and the warnings of other code."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("benchmarks").setLevel(logging.INFO)
 
 
 def turns(items: Sequence[Item]) -> Iterator[list[Item]]:
-    """The items again and again, in an order that is drawn anew each time.
+    """Yield the items again and again, each time in a newly drawn order.
 
-    What slows a machine lasts for seconds, so it meets all of them; and nobody always comes after the one that fills
-    caches.
+    Whatever slows the machine lasts for seconds, so it slows all items; and no item always runs after the one that
+    fills the caches.
     """
     order = random.Random(SEED)
     while True:
@@ -119,7 +119,7 @@ class Interval:
 
     @classmethod
     def of(cls, samples: np.ndarray) -> "Interval":
-        """Of float64[1 + n]: what was measured, then what n resamples gave; those that are no number are left out."""
+        """From float64[1 + n]: the measured value, then those of n resamples; non-finite resamples are ignored."""
         resampled = samples[1:][np.isfinite(samples[1:])]
         tail = (1 - CONFIDENCE) / 2
         low, high = np.quantile(resampled, [tail, 1 - tail]) if len(resampled) else (samples[0], samples[0])
@@ -127,9 +127,9 @@ class Interval:
 
 
 def resampled_totals(by_text: Sequence[float]) -> np.ndarray:
-    """A quantity's sum over texts, then over as many texts drawn with replacement: float64[1 + NUM_RESAMPLES].
+    """The sum of a quantity over texts, then over texts resampled with replacement: float64[1 + NUM_RESAMPLES].
 
-    Draws depend on the number of texts alone, so that a ratio of two totals is paired text by text.
+    The resamples depend only on the number of texts, so that a ratio of two totals is paired text by text.
     """
     values = np.asarray(by_text, float)
     chosen = np.random.default_rng(SEED).integers(len(values), size=(NUM_RESAMPLES, len(values)))
@@ -138,7 +138,7 @@ def resampled_totals(by_text: Sequence[float]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure that was asked for, and what was measured."""
+    """One figure: the wanted value and the measured one."""
 
     name: str
     measured: float
@@ -167,16 +167,16 @@ class Figure:
 
 
 def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
-    """Rows for a terminal, a line each; `columns` have what stands above, and a format string of what a row has."""
+    """A text table with one line per row; `columns` maps each heading to a format string over the keys of a row."""
     cells = [[form.format_map(row) for form in columns.values()] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in (list(columns), *cells))
 
 
 def finish(json_path: Path | None, figures: Sequence[Figure], tables: Sequence[str], content: dict[str, Any]) -> None:
-    """Print figures, unmet ones first, tables and the time of the run; write them with `content` to `json_path`.
+    """Print figures (unmet ones first), tables and the run's time; write figures, time and `content` to `json_path`.
 
-    `met` is whether all figures are, unless `content` has its own.
+    `met` in the file says whether all figures are met, unless `content` has a `met`.
     """
     wall_s = time.perf_counter() - START_S
     lines = "\n".join(str(figure) for figure in sorted(figures, key=lambda figure: figure.met))
@@ -194,7 +194,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def jsonable(value: Any) -> Any:
-    """Dataclasses to dicts and floats to four significant digits, throughout."""
+    """The value with dataclasses as dicts and floats rounded to four significant digits, at every depth."""
     if hasattr(value, "__dataclass_fields__"):
         return jsonable(asdict(value))
     if isinstance(value, dict):
@@ -241,7 +241,7 @@ def command_line() -> str:
 
 
 def publishable(word: str) -> str:
-    """A word of a command line; of a path outside the repository its last name."""
+    """A word of a command line; paths are relative to the repository, and outside it only their last name is kept."""
     path = Path(word)
     if not path.is_absolute():
         return word

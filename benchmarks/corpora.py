@@ -1,4 +1,4 @@
-"""Texts for `drafting.py`: what drafters may know, what they are tuned on, and what they are measured on.
+"""Texts for `drafting.py`: the pool's texts, the texts for tuning, and the held-out texts to measure on.
 
 Held-out texts share neither prompt nor wording with a pool.
 """
@@ -16,7 +16,7 @@ from tasks import GOODREADS_PROMPT, chat_ids
 
 @dataclass(frozen=True)
 class CorpusSize:
-    """How many texts are held out, how many of the pool's are for tuning, and how many the pool has at most."""
+    """The numbers of texts: held out, for tuning (these are in the pool too), and in the pool at most."""
 
     num_held_out: int
     num_tuning: int
@@ -25,7 +25,7 @@ class CorpusSize:
 
 @dataclass(frozen=True)
 class Document:
-    """A text and the chat prompt that it answers, int32 token ids each, without the end token."""
+    """A text and the chat prompt that it answers: int32 token ids, without the end token."""
 
     prompt_ids: np.ndarray
     text_ids: np.ndarray
@@ -37,12 +37,12 @@ class Corpus:
 
     Parameters
     ----------
-    name : as the rows call it.
-    side : of the pool that is built from it.
-    pool : int32[n] each, the texts that drafters are built from.
-    tuning : documents that are in the pool too; what is tuned on them drafts from `pool_without_tuning`.
+    name : the corpus' name in the rows.
+    side : the side of the pool that is built from it.
+    pool : the texts that drafters are built from, int32[n] each.
+    tuning : documents that are in the pool too; while a drafter is tuned on them, it drafts from `pool_without_tuning`.
     held_out : documents that are not in the pool.
-    answer_mark : int32[m], the chat form's last tokens of every prompt, behind which an answer begins.
+    answer_mark : int32[m], the last tokens of every prompt: the chat template's beginning of an answer.
     """
 
     name: str
@@ -54,12 +54,12 @@ class Corpus:
 
     @property
     def pool_without_tuning(self) -> tuple[np.ndarray, ...]:
-        """The pool while something is tuned: the documents of `tuning` are its first ones."""
+        """The pool without the documents of `tuning`, which are its first texts."""
         return self.pool[len(self.tuning) :]
 
     @property
     def num_pool_tokens(self) -> int:
-        """Tokens of all texts of the pool."""
+        """The number of tokens of all texts in the pool."""
         return sum(map(len, self.pool))
 
 
@@ -103,7 +103,7 @@ def _corpus(name: str, side: str, pairs: list[tuple[str, str]], tokenizer, size:
 
 
 def _all_different(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The pairs whose prompt and whose text no earlier pair has, sorted by prompt."""
+    """The pairs without those whose prompt or text an earlier pair has, sorted by prompt."""
     prompts: set[str] = set()
     texts: set[str] = set()
     different = []
@@ -117,7 +117,7 @@ def _all_different(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def _num_mark_tokens(tokenizer) -> int:
-    """How many tokens the chat form adds for an answer to begin."""
+    """The number of tokens that the chat template adds to begin an answer."""
     message = [{"role": "user", "content": "a"}]
     with_mark, without = (
         tokenizer.apply_chat_template(message, add_generation_prompt=mark, tokenize=True, return_dict=False)

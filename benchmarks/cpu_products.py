@@ -1,9 +1,9 @@
-"""How fast are a model's matrix products on a CPU? Ours beside oneDNN's and torch's, by the number of tokens.
+"""Times of a model's matrix products on a CPU: ours, oneDNN's and torch's, by the number of tokens.
 
     python benchmarks/cpu_products.py --quick --json cpu_products.json
 
-The matrices are those of SmolLM2-135M, so many that no cache holds them: a step reads them from memory. Systems take
-turns. oneDNN's products are over weights in its own layout (`torch.ops.mkldnn`), torch's are `F.linear`.
+The matrices have the shapes of SmolLM2-135M's. No cache holds all of them, so a step reads them from memory. Systems
+take turns. oneDNN uses weights in its own layout (`torch.ops.mkldnn`); torch uses `F.linear`.
 """
 
 import time
@@ -21,14 +21,14 @@ from laserbatch.pipeline.decoding.attention.interface import relative_error
 from laserbatch.pipeline.decoding.model.cpu_product import PackedMatrix
 from laserbatch.pipeline.processor import multiplies_bfloat16
 
-LAYER = ((960, 576), (576, 576), (3072, 576), (576, 1536))  # outputs and inputs of a layer's products
-FEW_TOKENS = 16  # up to which a step should take the time in which its weights are read
+LAYER = ((960, 576), (576, 576), (3072, 576), (576, 1536))  # numbers of outputs and inputs of a layer's products
+FEW_TOKENS = 16  # up to this many tokens a step should take only as long as reading its weights
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.01}
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Layers of a step, numbers of tokens, and repetitions of each."""
+    """The number of layers, the numbers of tokens, and repetitions of each."""
 
     num_layers: int
     tokens: tuple[int, ...]
@@ -41,7 +41,7 @@ SMOKE = Scale(1, (1, 20), 2)
 
 
 def systems_of(weights: list[torch.Tensor]) -> dict[str, Callable[[dict[int, torch.Tensor]], torch.Tensor]]:
-    """By name: all products of a step, of inputs by their size; returns the last result."""
+    """The systems by name; each takes inputs by their width, computes all products and returns the last result."""
     ours = [PackedMatrix(weight, None) for weight in weights]
     relaid = [torch.ops.mkldnn._reorder_linear_weight(weight, FEW_TOKENS) for weight in weights]
     product: Any = torch.ops.mkldnn._linear_pointwise

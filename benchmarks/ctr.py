@@ -1,14 +1,14 @@
-"""What texts are worth to CTR models in the sample world, and our DIN and DCNv2 beside FuxiCTR's on MovieLens 100K.
+"""Gains of CTR models from texts in the sample world; our DIN and DCNv2 compared with FuxiCTR's on MovieLens 100K.
 
     python benchmarks/ctr.py --quick --json OUT --fuxictr VENV/lib/python3.11/site-packages
 
-Rows with `features` and with `history` are of `ctr_nights.py`. Rows with `library` are of the same rows, codes, sizes
-and batches, in one process. FuxiCTR is not among our requirements: `pip install fuxictr==2.3.10 pandas polars h5py`
-into an environment of its own, whose packages `--fuxictr` names; without it only ours is measured.
-It is timed twice: with a data loader of its kind, which collates rows one by one (`loader: rows`), and on batches that
-were collated before (`loader: none`), which nobody can have who shuffles; ours gathers its batches while it is timed.
-Samples per second are those of training steps by processor time, medians of epochs in turns. Networks see no counts
-and rates here, since FuxiCTR's have none.
+Rows with `features` and with `history` come from `ctr_nights.py`. Rows with `library` use the same data rows, codes,
+sizes and batches, in one process. FuxiCTR is not among our requirements: run `pip install fuxictr==2.3.10 pandas polars
+h5py` in a separate environment and pass its package folder to `--fuxictr`; without it only our models are measured.
+FuxiCTR is timed twice: with a data loader like its own, which collates rows one by one (`loader: rows`), and on batches
+that were collated before (`loader: none`), which is impossible with shuffling; ours gathers batches while it is timed.
+Samples per second are training steps by processor time: medians over epochs, which take turns. These networks get no
+counts and rates, because FuxiCTR's have none.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ MODELS = ("din", "dcnv2")
 
 
 def movielens(folder: Path, num_rows: int | None) -> tuple[SimpleNamespace, datetime.date]:
-    """Tables of MovieLens 100K, one genre an item; and the day with which training ends."""
+    """The tables of MovieLens 100K with one genre per item, and the last day of training."""
     users, items, log = (pq.read_table(folder / f"{name}.parquet") for name in ("users", "items", "interactions"))
 
     def text(column: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -71,7 +71,7 @@ def movielens(folder: Path, num_rows: int | None) -> tuple[SimpleNamespace, date
 
 
 class FuxiCtr:
-    """FuxiCTR's network of a kind, over our codes; batches as its own loaders make them."""
+    """A network of FuxiCTR over our codes, with batches like those of FuxiCTR's loaders."""
 
     def __init__(self, name: str, data: CtrData, settings: CtrSettings, seed: int) -> None:
         from fuxictr.features import FeatureMap
@@ -113,7 +113,7 @@ class FuxiCtr:
         self.item_codes = [np.append(field.codes[:, 0], 0).astype(np.int64) for field in data.item_fields]
 
     def collate(self, rows: list[np.ndarray]) -> tuple:
-        """A batch as LongCTR's models take it: user features and label, features of history and target, mask."""
+        """A batch for LongCTR's models: user features and label, features of history and target, mask."""
         batch = default_collate(rows)
         num_users = len(self.data.user_fields)
         users = {f"user_{field.name}": batch[:, place] for place, field in enumerate(self.data.user_fields)}
@@ -126,11 +126,11 @@ class FuxiCtr:
         return users | {"label": batch[:, -1]}, codes, mask
 
     def loader(self, rows: np.ndarray, batch_size: int, shuffle: bool) -> DataLoader:
-        """Of rows that are collated one by one, as its NpzDataLoader does."""
+        """A loader that collates rows one by one, like FuxiCTR's NpzDataLoader."""
         return DataLoader(self.rows[rows], batch_size, shuffle=shuffle, collate_fn=self.collate)
 
     def epoch(self, batches) -> float:
-        """Processor seconds of an epoch of training steps, with what its batches take."""
+        """Processor seconds of an epoch of training steps, including the time to make batches."""
         start_s = time.process_time()
         self.model.train()
         for batch in batches:
@@ -139,13 +139,13 @@ class FuxiCtr:
 
     @torch.no_grad()
     def scores(self, rows: np.ndarray) -> np.ndarray:
-        """Probabilities of rows."""
+        """The predicted probabilities of rows."""
         self.model.eval()
         parts = [self.model(batch)["y_pred"].flatten() for batch in self.loader(rows, 4096, False)]
         return torch.cat(parts).numpy()
 
     def fit(self, settings: CtrSettings, batch_size: int) -> np.ndarray:
-        """Scores of the test rows after the epoch that validation chose."""
+        """Train; return the scores of the test rows after the epoch with the best validation AUC."""
         data, best, best_auc, since = self.data, None, 0.0, 0
         for _ in range(settings.max_epochs):
             self.epoch(self.loader(data.train, batch_size, True))
@@ -172,7 +172,7 @@ def our_epoch(network: torch.nn.Module, data: CtrData, settings: CtrSettings, st
 
 
 def speeds(name: str, data: CtrData, settings: CtrSettings, num_turns: int, with_peer: bool) -> dict[str, float]:
-    """Samples a second of each library, in turns."""
+    """Samples per second of each library; the libraries take turns."""
     network, state = build_network(name, data, None, settings, 0), []
     peer = FuxiCtr(name, data, settings, 0) if with_peer else None
     batch_size = default_batch_size(len(data.train))
@@ -189,7 +189,7 @@ def speeds(name: str, data: CtrData, settings: CtrSettings, num_turns: int, with
 
 
 def run(folder: Path, size: str) -> list[dict]:
-    """Rows of libraries, and rows of our models with counts and rates."""
+    """The rows of both libraries, and the rows of our models with counts and rates."""
     tables, as_of = movielens(folder, {"smoke": 10_000, "quick": 25_000, "full": None}[size])
     settings = CtrSettings(max_epochs=1 if size == "smoke" else 15)
     num_seeds = {"smoke": 1, "quick": 2, "full": 5}[size]
@@ -226,7 +226,7 @@ def run(folder: Path, size: str) -> list[dict]:
 
 def main() -> None:
     parser = benchmark_parser(__doc__, "data", "threads")
-    parser.add_argument("--fuxictr", type=Path, help="folder of packages that has fuxictr, where ours has none")
+    parser.add_argument("--fuxictr", type=Path, help="package folder with fuxictr, if our environment lacks it")
     options = parser.parse_args()
     if options.fuxictr is not None:
         sys.path.append(str(options.fuxictr))  # behind ours

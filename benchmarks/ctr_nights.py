@@ -1,6 +1,6 @@
-"""What texts are worth to CTR models, and which of them training rows should see: nights of the sample world.
+"""Gains of CTR models from texts, and which texts training rows should see, on nights of the sample world.
 
-The bundled model writes the nights in this process, some weeks apart, so that most texts are written anew each time.
+The bundled model writes the nights in this process. They are weeks apart, so that each rewrites most texts.
 """
 
 import dataclasses
@@ -31,13 +31,13 @@ from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.tables.read import Tables
 from laserbatch.pipeline.tables.streamed import open_tables
 
-WORLD_SEED = 7  # on which nothing was trained or chosen
-NUM_ASKED = 40  # ratings that each user is asked for, to judge models by
+WORLD_SEED = 7  # nothing was trained or chosen on this world
+NUM_ASKED = 40  # ratings that each user is asked for, to evaluate models
 VERIFIER = "relaxed"
 
 
 def sample_rows(num_users: int, days_before: Sequence[int], num_seeds: int) -> list[dict]:
-    """Rows of `features`, of `history`, and of `adaptor`, after nights so many days before the last one."""
+    """The rows of `features`, `history` and `adaptor`, after nights that lie `days_before` days before the last one."""
     with tempfile.TemporaryDirectory() as folder:
         night = write_nights(Path(folder), num_users, days_before)
         tables = open_tables(Path(folder) / "tables")
@@ -46,7 +46,7 @@ def sample_rows(num_users: int, days_before: Sequence[int], num_seeds: int) -> l
 
 
 def write_nights(folder: Path, num_users: int, days_before: Sequence[int]) -> Night:
-    """The nights in a workspace; the last one, which has plain texts too."""
+    """Run the nights in a workspace; return the last one, which also has plainly decoded texts."""
     settings_of = sample_nights(folder, num_users, WORLD_SEED)
     budget = {"decoding.max_draft_tokens": 16, "decoding.min_acceptance": 0.07, "decoding.verifier": VERIFIER}
     night = None
@@ -57,7 +57,7 @@ def write_nights(folder: Path, num_users: int, days_before: Sequence[int]) -> Ni
 
 
 def sample_nights(folder: Path, num_users: int, seed: int) -> Callable[[dict[str, object]], Settings]:
-    """A sample world whose nights this process writes itself: their settings, by what is not as the demo has it."""
+    """Write a sample world whose nights this process writes; return a function from changed options to settings."""
     write_sample_world(folder / "tables", num_users, num_users * 3 // 4, seed=seed, num_asked=NUM_ASKED)
     write_here()
     places = {"workspace": str(folder / "workspace"), "tables.path": str(folder / "tables")}
@@ -65,12 +65,12 @@ def sample_nights(folder: Path, num_users: int, seed: int) -> Callable[[dict[str
 
 
 def mean_and_std(aucs: Sequence[float]) -> dict[str, float | None]:
-    """Of seeds; one alone has no deviation."""
+    """Mean and standard deviation of AUC over seeds; the deviation of a single seed is None."""
     return {"auc_mean": statistics.fmean(aucs), "auc_std": statistics.stdev(aucs) if len(aucs) > 1 else None}
 
 
 def feature_rows(night: Night, tables: Tables, num_seeds: int) -> list[dict]:
-    """AUC without and with texts; greedily verified ones are the plain ones, which the engine's tests hold them to."""
+    """AUC without and with texts. Greedy texts share the row of plain texts: the engine's tests show their equality."""
     settings = CtrSettings(num_seeds=num_seeds)
     names = {title: name for name, title in MODEL_TITLES.items()}
     rows = []
@@ -86,10 +86,10 @@ def feature_rows(night: Night, tables: Tables, num_seeds: int) -> list[dict]:
 
 
 def history_rows(night: Night, tables: Tables, num_seeds: int) -> list[dict]:
-    """AUC by `ctr.history`, on the test rows that all have; and on training rows, where labels leak.
+    """AUC by `ctr.history`, on the same test rows for all settings; and on training rows, where labels leak.
 
-    `trained_on` "all" is what the setting does. With "older text" latest and asof train on those rows alone whose user
-    and item have a text that is older, so that they differ in nothing but the text that is seen.
+    `trained_on` "all" trains on the rows that the setting takes. With "older text", latest and asof train only on rows
+    whose user and item have an older text, so that they differ only in the text that they see.
     """
     settings = CtrSettings(history="split")
     features = {VERIFIER: run_variants(night.run, VERIFIER)[VERIFIER]}
@@ -120,7 +120,7 @@ def history_rows(night: Night, tables: Tables, num_seeds: int) -> list[dict]:
 
 
 def adaptor_rows(night: Night, tables: Tables, num_seeds: int) -> list[dict]:
-    """AUC of validation rows, by which the default was chosen, and of test rows, by `ctr.adaptor`."""
+    """AUC by `ctr.adaptor`, of validation rows (they chose the default adaptor) and of test rows."""
     features = {VERIFIER: run_variants(night.run, VERIFIER)[VERIFIER]}
     data = build_dataset(tables, night.date, CtrSettings())
     knowledge = build_knowledge(tables, data, features, night.date, CtrSettings())[VERIFIER]

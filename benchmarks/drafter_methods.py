@@ -1,4 +1,4 @@
-"""What `methods.py` compares by how it drafts: what is trained for it, and each method by name. Measures nothing."""
+"""The drafting methods that `methods.py` compares: their trained models and their settings. Measures nothing."""
 
 import hashlib
 import logging
@@ -22,12 +22,12 @@ logger = logging.getLogger("benchmarks")
 
 KINDS: tuple[Kind, ...] = ("medusa", "eagle", "hass", "small")
 SAMPLING_RULES = ("leviathan", "specinfer", "k_seq", "rsd")
-LENGTH, WIDTH = 5, 3  # of drafts by models
+LENGTH, WIDTH = 5, 3  # of the trees that draft models draft
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A drafter's folder, what was measured of it, and its parameters as a share of the target's."""
+    """A trained drafter: its folder, its card, and its number of parameters as a share of the target's."""
 
     folder: Path
     card: DrafterCard
@@ -37,7 +37,7 @@ class Trained:
 def trained_drafters(
     model: Path, engine: Engine, tasks: Sequence[Task], cache: Path, options: TrainingOptions
 ) -> dict[Kind, Trained]:
-    """Of each kind one, trained on what the model wrote about all tasks' pool prompts; kept in the cache."""
+    """One drafter of each kind, trained on the model's texts for the pool prompts of all tasks; kept in the cache."""
     texts = [
         TrainingText(prompt, text)
         for task in tasks
@@ -60,7 +60,7 @@ def trained_drafters(
 
 
 def settings_by_method(trained: Mapping[Kind, Trained]) -> dict[str, DecodingSettings]:
-    """Ways to draft for greedy verification: each alone, and each with the pool."""
+    """Settings of each method for greedy verification, alone and with the pool."""
     tree = {"width": WIDTH, "length": LENGTH}
     alone = {
         "model": {"models": [trained["small"].folder], "length": LENGTH},
@@ -75,10 +75,10 @@ def settings_by_method(trained: Mapping[Kind, Trained]) -> dict[str, DecodingSet
 
 
 def settings_by_rule(small: Path, budgets: Sequence[int], length: int) -> dict[tuple[str, int], DecodingSettings]:
-    """Ways to draw at temperature 1 and judge, by rule and budget of draft tokens, all of one draft length.
+    """Settings for sampling at temperature 1, by rule and budget of draft tokens; all drafts have one length.
 
-    As wide as the budget lets them be at that length (RSD, section 5, fixed budget); `leviathan` has one chain, and
-    `greedy`, whose budget is that chain, draws by the target's own noise.
+    Trees are as wide as the budget allows at that length (RSD, section 5, fixed budget). `leviathan` drafts one chain,
+    and so does `greedy`, whose budget is that chain and which samples with the target's own noise.
     """
     settings = {}
     for budget in budgets:
@@ -97,12 +97,12 @@ def sampled(small: Path, rule: str, **options) -> DecodingSettings:
 
 
 def of_models(others: Sequence[str], **options) -> dict:
-    """Settings by which the drafter `trained` drafts, beside others."""
+    """Settings with the drafter `trained` and the `others`."""
     return {"drafters": (*others, "trained"), "drafter_options": {"trained": options}}
 
 
 def made(settings: DecodingSettings, engine: Engine, pool, budget: Budget) -> Drafter:
-    """The drafter that settings name, for an engine of a batch size."""
+    """The drafter that the settings name, made for an engine and its batch size."""
     named = settings.model_copy(update={"batch_size": engine.settings.batch_size})
     plugins = load_plugin_drafters(named, engine.loaded)
     return drafter_from(named, pool, budget, engine.num_draft_threads, plugins, engine.cache.max_tokens)

@@ -1,7 +1,7 @@
-"""Ours and the peers of `drafting.py`, each behind the calls of `Drafter`, and replays of texts against any of them.
+"""Our drafter and the peers of `drafting.py`, all with the interface of `Drafter`, and replays of texts against them.
 
-All know the same: the pool's texts, where texts begin, the sequence's prompt and its output so far. A drafter that is
-given a pool's texts builds its pool when it is made, and measures nothing but that.
+All drafters know the same: the pool's texts, where texts begin, the sequence's prompt and its output so far. A drafter
+that gets a pool's texts builds its pool in the constructor and measures only that.
 """
 
 import gc
@@ -26,17 +26,17 @@ from laserbatch.retrieval_pools.settings import PoolSettings
 
 try:
     from arctic_inference.suffix_decoding import SuffixDecodingCache
-except ImportError:  # optional: without it nothing can be measured beside it, and the benchmark says so
+except ImportError:  # optional: without it the benchmark says that nothing was compared with it
     SuffixDecodingCache = None
 
 INSTALL_ARCTIC = "pip install --no-deps arctic-inference==0.3.0"
-MIN_ACCEPTANCE = 1e-3  # low enough for full trees; a run cuts earlier and drafts faster
+MIN_ACCEPTANCE = 1e-3  # low enough for full trees; a night cuts earlier and drafts faster
 
 
 class Drafter:
-    """What is measured: drafts for one sequence at a time, whose tokens stand in `tokens[:length]`.
+    """The interface of a measured drafter: it drafts for one sequence at a time, whose tokens are `tokens[:length]`.
 
-    `build_s` and `num_bytes` say what it took to have its pool in memory, or on disk where it lies there.
+    `build_s` and `num_bytes` are the time to build its pool and the pool's size in memory, or on disk if it is there.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Drafter:
     num_bytes: int = 0
 
     def begin(self, document: Document) -> None:
-        """Start a sequence: its prompt is known."""
+        """Start a sequence whose prompt is known."""
         self.tokens = np.concatenate([document.prompt_ids, document.text_ids])
         self.num_prompt = self.length = len(document.prompt_ids)
 
@@ -53,15 +53,15 @@ class Drafter:
         raise NotImplementedError
 
     def advance(self, num_tokens: int) -> None:
-        """So many more tokens of the text are known."""
+        """Take the next `num_tokens` tokens of the text as known."""
         self.length += num_tokens
 
     def end(self) -> None:
-        """Forget the sequence: nothing of a held-out text stays behind."""
+        """Forget the sequence, so that no held-out text stays in the pool."""
 
 
 class Tree(NamedTuple):
-    """A draft of any drafter: parents come first, -1 is the context."""
+    """A draft tree of any drafter; parents come before their children, -1 is the context."""
 
     token_ids: Sequence[int]
     parents: Sequence[int]
@@ -69,7 +69,7 @@ class Tree(NamedTuple):
 
 @dataclass(frozen=True)
 class Replay:
-    """Drafts along one text: microseconds, tokens drafted and tokens accepted of each."""
+    """The drafts along one text: microseconds, drafted tokens and accepted tokens of each."""
 
     draft_us: list[float]
     num_drafted: list[int]
@@ -77,9 +77,9 @@ class Replay:
 
 
 def replay(drafter: Drafter, document: Document, max_nodes: int) -> Replay:
-    """Draft along one text, as `retrieval_pools.calibration.replay` does.
+    """Draft along one text, like `retrieval_pools.calibration.replay`.
 
-    Only the draft is timed; what a drafter does to learn the prompt and the accepted tokens is not.
+    Only the draft is timed, not the work to take in the prompt and the accepted tokens.
     """
     result = Replay([], [], [])
     num_tokens = len(document.text_ids)
@@ -94,10 +94,10 @@ def replay(drafter: Drafter, document: Document, max_nodes: int) -> Replay:
 
 
 class Ours(Drafter):
-    """`retrieval_pools`: a pool of one group, and the sequence's prompt and output.
+    """`retrieval_pools`: drafts from a pool of one group and from the sequence's prompt and output.
 
-    Calibrated for each size of tree, as a run is for its own, by replaying the texts for tuning against a pool without
-    them.
+    The pool is calibrated for each tree size, like a night's pool for its size, by replaying the texts for tuning
+    against a pool without them.
     """
 
     name = "ours"
@@ -131,7 +131,7 @@ class Ours(Drafter):
 
 
 class PromptLookup(Drafter):
-    """What followed the latest place in prompt and output where the last three tokens stood, or two, or one."""
+    """Drafts the tokens after the latest earlier occurrence of the last three tokens, or else of two or one."""
 
     name = "prompt-lookup"
     longest_match = 3
@@ -152,11 +152,11 @@ class PromptLookup(Drafter):
 
 
 class Trie(Drafter):
-    """A trie of token windows with counts, in the manner of LASER's published pools.
+    """A trie of token windows with counts, like LASER's published pools.
 
     The sequence's prompt and output are in it as temporary branches. A draft takes the most frequent continuations of
-    the longest context; what is then free of the tree is filled from shorter contexts. Its size is what the process
-    grew by.
+    the longest context and fills the rest of the tree from shorter contexts. `num_bytes` is the growth of the process'
+    memory.
     """
 
     name = "pygtrie"
@@ -168,7 +168,7 @@ class Trie(Drafter):
         before_bytes, start_s = _resident_bytes(), time.perf_counter()
         self._trie = pygtrie.Trie()
         self._temporary: list[tuple[int, ...]] = []
-        gc.disable()  # else it walks the millions of nodes again and again while they grow
+        gc.disable()  # otherwise it walks the growing millions of nodes again and again
         try:
             marked = [np.concatenate([corpus.answer_mark, text]) for text in texts]
             for key, count in _counted_windows(marked, self.window):
@@ -187,7 +187,7 @@ class Trie(Drafter):
         self._remember(self.length - num_tokens, self.length)
 
     def end(self) -> None:
-        while self._temporary:  # the latest first: a window goes before those that it continues
+        while self._temporary:  # newest first: a window is removed before the windows that it continues
             key = self._temporary.pop()
             count = self._trie[key] - 1
             if count:
@@ -203,7 +203,7 @@ class Trie(Drafter):
         return [token for _, token in tree], [parent for parent, _ in tree]
 
     def _fill(self, tree: dict[tuple[int, int], int], context: tuple[int, ...], max_nodes: int) -> None:
-        """Add what most often followed `context`, the most frequent first; the trie is walked only that far."""
+        """Add the most frequent continuations of `context` until the tree is full; walks the trie only that far."""
         if len(tree) == max_nodes or not self._trie.has_node(context):
             return
         _, _, children = self._trie.traverse(_counted, prefix=context)
@@ -222,25 +222,25 @@ class Trie(Drafter):
 
 
 def _counted(_, path: tuple[int, ...], children: Iterable, count: int = 0) -> tuple[int, int, Iterable]:
-    return count, path[-1], children  # children are made when they are asked for
+    return count, path[-1], children  # children are lazy
 
 
 def _windows(tokens: list[int], first_end: int, size: int) -> Iterator[tuple[int, ...]]:
-    """What ends at each token from `first_end` on, one to `size` tokens long."""
+    """The windows of one to `size` tokens that end at each token from `first_end` on."""
     for end in range(first_end + 1, len(tokens) + 1):
         for start in range(end - 1, max(0, end - size) - 1, -1):
             yield tuple(tokens[start:end])
 
 
 def _counted_windows(texts: Sequence[np.ndarray], size: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Each different window of one to `size` tokens, the shorter ones first, and how often it stands in the texts."""
+    """Each distinct window of one to `size` tokens, shorter ones first, and its number of occurrences in the texts."""
     tokens = np.concatenate(texts).astype(np.int64)
     as_list, alphabet = tokens.tolist(), int(tokens.max()) + 1
     ends = np.repeat(np.cumsum([len(text) for text in texts]), [len(text) for text in texts])
     starts, window = np.arange(len(tokens)), np.zeros(len(tokens), np.int64)
     for length in range(1, size + 1):
         is_whole = starts + length <= ends[starts]
-        starts, window = starts[is_whole], window[is_whole]  # which of the windows that are a token shorter
+        starts, window = starts[is_whole], window[is_whole]  # `window`: index of the window that is one token shorter
         _, first, window, counts = np.unique(
             window * alphabet + tokens[starts + length - 1], return_index=True, return_inverse=True, return_counts=True
         )
@@ -249,7 +249,7 @@ def _counted_windows(texts: Sequence[np.ndarray], size: int) -> Iterator[tuple[t
 
 
 def _resident_bytes() -> int:
-    """Memory of this process that is in use, as Linux counts it; 0 elsewhere."""
+    """The resident memory of this process in bytes, on Linux; 0 elsewhere."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except OSError:
@@ -259,7 +259,7 @@ def _resident_bytes() -> int:
 
 @dataclass(frozen=True)
 class ArcticSettings:
-    """Options of Arctic's drafts, by its own names."""
+    """Options of Arctic's drafts, under Arctic's names."""
 
     max_tree_depth: int
     max_spec_factor: float
@@ -268,10 +268,10 @@ class ArcticSettings:
 
 
 class Arctic(Drafter):
-    """Arctic's SuffixDecoding in tree mode: one suffix tree of all responses and one of each live request.
+    """Arctic's SuffixDecoding in tree mode: one suffix tree of all responses and one for each live request.
 
-    Responses begin with the last tokens of their prompt, so that it knows how texts begin. Its size is what it
-    estimates for the tree of all responses.
+    Responses begin with the last tokens of their prompt, so that the tree knows how texts begin. `num_bytes` is
+    Arctic's own estimate for the tree of all responses.
     """
 
     name = "arctic"
@@ -290,10 +290,10 @@ class Arctic(Drafter):
         self._request = len(texts)
 
     def choose(self, settings: ArcticSettings) -> None:
-        """Draft with these options from now on; the tree stays as deep as it was built."""
+        """Draft with these options from now on; the depth of the tree does not change."""
         options = asdict(settings)
         self._max_tree_depth = options.pop("max_tree_depth")
-        self._options = options  # of every call
+        self._options = options  # passed to every call
 
     def begin(self, document: Document) -> None:
         super().begin(document)
@@ -322,7 +322,7 @@ class Arctic(Drafter):
 
 @dataclass(frozen=True)
 class ArcticGrid:
-    """The options that are tried, every one with every other."""
+    """The options to try, in all combinations."""
 
     max_tree_depth: tuple[int, ...]
     max_spec_factor: tuple[float, ...]
@@ -330,7 +330,7 @@ class ArcticGrid:
     min_token_prob: tuple[float, ...]
 
     def settings(self, max_tree_depth: int) -> list[ArcticSettings]:
-        """Those of one depth: one tree serves them all."""
+        """All combinations at one depth; they share one tree."""
         others = itertools.product(self.max_spec_factor, self.max_spec_offset, self.min_token_prob)
         return [ArcticSettings(max_tree_depth, *other) for other in others]
 
@@ -338,11 +338,11 @@ class ArcticGrid:
 def tuned_arctic(
     corpus: Corpus, grid: ArcticGrid, max_nodes: Sequence[int], num_texts: int | None = None
 ) -> dict[int, ArcticSettings]:
-    """The options with the largest AAL for each size of tree, on texts of the pool that are left out of it for this.
+    """The options with the largest AAL for each tree size, on the texts for tuning, which the tuned pool lacks.
 
     Parameters
     ----------
-    num_texts : how many of the texts for tuning are replayed for each choice; None: all.
+    num_texts : number of texts for tuning to replay for each choice; None: all.
     """
     best: dict[int, tuple[float, ArcticSettings]] = {}
     for depth in grid.max_tree_depth:

@@ -1,11 +1,11 @@
-"""How well and how fast our pools draft, beside Arctic's SuffixDecoding and others; no model runs here.
+"""Quality and speed of drafts from our pools, compared with Arctic's SuffixDecoding and others; no model runs.
 
     python benchmarks/drafting.py --quick --json drafting.json
 
-Texts that an LLM wrote are replayed against every drafter, text by text in turns. AAL is the mean number of accepted
-draft tokens of a step; the bonus token is not counted. Times that stand alone, beside no peer's, are taken several
-times, minutes apart, and the fastest counts: other tenants of a machine only ever add to one. Figures are reported, not
-judged: the exit code is 0 whether they are met or not.
+Texts that an LLM wrote are replayed against every drafter; drafters take turns text by text. AAL is the mean number of
+accepted draft tokens per step, without the bonus token. Times that are not compared with a peer's are taken several
+times, minutes apart, and the fastest counts: other tenants of the machine can only add time. Figures are only reported:
+the exit code is 0 whether they are met or not.
 """
 
 import gc
@@ -54,21 +54,21 @@ from laserbatch.retrieval_pools.settings import PoolSettings
 logger = logging.getLogger("benchmarks")
 
 MAX_NODES = (16, 32, 64)
-NUM_SEQUENCES = 64  # of a step
+NUM_SEQUENCES = 64  # per step
 NUM_THREADS = (1, 2)
 MIN_AAL_OVER_ARCTIC = 1.30
 MAX_DRAFT_US = {("goodreads", 32): 30.0}
 MAX_STEP_MS = 1.5
-STEP_FIGURES = (16, 32)  # sizes of tree at which a step's time was asked for
+STEP_FIGURES = (16, 32)  # tree sizes whose step time has a figure
 MIN_BUILD_MTOKENS_PER_S = 1.0
 MAX_BYTES_PER_TOKEN = 10.0
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured. Arctic's options are tried on some of the texts for tuning: there are many.
+    """The amount of work. Arctic has many options, so they are tried on only some of the texts for tuning.
 
-    Ours are calibrated with as many texts as a pool is by default: 400, or those that have 50,000 tokens.
+    Our pools are calibrated with as many texts as a pool is by default: 400 texts, or texts with 50,000 tokens.
     """
 
     reki: CorpusSize
@@ -76,7 +76,7 @@ class Scale:
     arctic_grid: ArcticGrid
     num_arctic_texts: dict[str, int]
     num_steps: int
-    min_supports: tuple[int, ...] = ()  # beside 1
+    min_supports: tuple[int, ...] = ()  # besides 1
 
 
 ALL = 1 << 30
@@ -103,7 +103,7 @@ SMOKE = Scale(
 
 @dataclass(frozen=True)
 class Measured:
-    """One drafter's replays of a corpus' held-out texts with trees of `max_nodes` tokens."""
+    """One drafter's replays of a corpus' held-out texts, with trees of at most `max_nodes` tokens."""
 
     drafter: Drafter
     max_nodes: int
@@ -116,7 +116,7 @@ class Measured:
 
 
 def measure_corpus(corpus: Corpus, scale: Scale, folder: Path) -> dict[str, list]:
-    """Rows, ratios, step times and chosen options of one corpus, and the figures that they give."""
+    """The rows, ratios, step times and chosen options of one corpus, and its figures."""
     logger.info("%s: %d texts in the pool, %d held out", corpus.name, len(corpus.pool), len(corpus.held_out))
     Ours(corpus, folder / "warm-up", MAX_NODES[:1])  # compiles
     ours = Ours(corpus, folder / corpus.name, MAX_NODES)
@@ -154,13 +154,13 @@ def measure_corpus(corpus: Corpus, scale: Scale, folder: Path) -> dict[str, list
 
 
 def replay_in_turns(drafters: Sequence[Drafter], corpus: Corpus, max_nodes: int) -> list[Measured]:
-    """Every drafter along every held-out text."""
+    """Replay every held-out text against every drafter, text by text in turns."""
     logger.info("%s: trees of %d tokens", corpus.name, max_nodes)
     for drafter in drafters:
         replay(drafter, corpus.tuning[0], max_nodes)
     replays: list[list[Replay]] = [[] for _ in drafters]
     gc.collect()
-    gc.disable()  # millions of the trie's nodes would be walked in the midst of anybody's draft
+    gc.disable()  # otherwise it walks the trie's millions of nodes in the middle of a draft
     try:
         for document, order in zip(corpus.held_out, turns(range(len(drafters))), strict=False):
             for place in order:
@@ -171,19 +171,19 @@ def replay_in_turns(drafters: Sequence[Drafter], corpus: Corpus, max_nodes: int)
 
 
 def aal_samples(replays: Sequence[Replay]) -> np.ndarray:
-    """AAL over the steps of all texts, then of texts resampled: float64[1 + n]."""
+    """AAL over the steps of all texts, then of resampled texts: float64[1 + n]."""
     accepted = resampled_totals([sum(replayed.num_accepted) for replayed in replays])
     return accepted / resampled_totals([len(replayed.num_accepted) for replayed in replays])
 
 
 def aal_ratio(replays: Sequence[Replay], peer: Sequence[Replay]) -> Interval:
-    """AAL over a peer's on the same texts; both are resampled together."""
-    with np.errstate(divide="ignore", invalid="ignore"):  # of a peer that accepted nothing
+    """The AAL divided by a peer's on the same texts; both are resampled together."""
+    with np.errstate(divide="ignore", invalid="ignore"):  # if the peer accepted nothing
         return Interval.of(aal_samples(replays) / aal_samples(peer))
 
 
 def row_of(corpus: Corpus, measured: Measured) -> dict:
-    """What the replays of one drafter say."""
+    """The row of one drafter."""
     num_drafted = np.concatenate([replayed.num_drafted for replayed in measured.replays])
     num_accepted = np.concatenate([replayed.num_accepted for replayed in measured.replays])
     aal = Interval.of(aal_samples(measured.replays))
@@ -207,7 +207,7 @@ def row_of(corpus: Corpus, measured: Measured) -> dict:
 
 
 def ratio_of(corpus: Corpus, ours: Measured, peer: Measured) -> dict:
-    """Ours over a peer, on the same texts."""
+    """The ratios of our drafter to a peer, on the same texts."""
     own_us, peer_us = ours.draft_us, peer.draft_us
     aal = aal_ratio(ours.replays, peer.replays)
     return {
@@ -224,7 +224,7 @@ def ratio_of(corpus: Corpus, ours: Measured, peer: Measured) -> dict:
 
 
 def live_sequences(documents: Sequence[Document]) -> tuple[list[np.ndarray], list[int]]:
-    """Tokens of the sequences of a step and how many of each are its prompt: held-out texts, each cut anywhere."""
+    """The sequences of a step, which are held-out texts cut at random places, and the length of each one's prompt."""
     rng = np.random.default_rng(SEED)
     chosen = [documents[number % len(documents)] for number in range(NUM_SEQUENCES)]
     begun = [(document.prompt_ids, document.text_ids[: rng.integers(len(document.text_ids))]) for document in chosen]
@@ -232,7 +232,7 @@ def live_sequences(documents: Sequence[Document]) -> tuple[list[np.ndarray], lis
 
 
 def step_rows(corpus: Corpus, ours: Ours, sequences: tuple[list[np.ndarray], list[int]], scale: Scale) -> list[dict]:
-    """Times of our steps, one call for all sequences, by size of tree and number of threads, which take turns."""
+    """Times of drafting one step for all sequences in one call, by tree size and by threads; threads take turns."""
     rows = []
     for k in MAX_NODES:
         times: dict[int, list[float]] = {num_threads: [] for num_threads in NUM_THREADS}
@@ -248,7 +248,7 @@ def step_rows(corpus: Corpus, ours: Ours, sequences: tuple[list[np.ndarray], lis
 
 
 def draft_rows(corpus: Corpus, ours: Ours) -> list[dict]:
-    """Times of our drafts along all held-out texts, no peer between them; where a time was asked for."""
+    """Times of our drafts along all held-out texts, with no peer in between, for the entries of MAX_DRAFT_US."""
     rows = []
     for name, k in MAX_DRAFT_US:
         if name == corpus.name:
@@ -258,7 +258,7 @@ def draft_rows(corpus: Corpus, ours: Ours) -> list[dict]:
 
 
 def fastest_of(instalments: Sequence[list[dict]], name: str) -> list[dict]:
-    """Rows measured again and again: of each the one whose time has the least median, and all medians beside it."""
+    """Of each repeatedly measured row, the one whose time has the least median, with the medians of all of them."""
     return [
         min(again, key=lambda row: row[name].median) | {f"{name}_of_each": [row[name].median for row in again]}
         for again in zip(*instalments, strict=True)
@@ -266,7 +266,7 @@ def fastest_of(instalments: Sequence[list[dict]], name: str) -> list[dict]:
 
 
 def support_rows(corpus: Corpus, ours: Ours, scale: Scale, folder: Path) -> list[dict]:
-    """What it costs to draft only what several texts hold, every text being of another entity."""
+    """AAL when only continuations in several texts are drafted, by `min_support`; every text is another entity's."""
     if not scale.min_supports:
         return []
     k = MAX_NODES[0]
@@ -284,7 +284,7 @@ def support_rows(corpus: Corpus, ours: Ours, scale: Scale, folder: Path) -> list
 
 
 def figures_of_ratio(ratio: dict) -> list[Figure]:
-    """What was asked for beside Arctic."""
+    """The figures that compare our drafter with Arctic."""
     if ratio["peer"] != Arctic.name:
         return []
     where = f"{ratio['corpus']}, K={ratio['k']}: ours over arctic"
@@ -295,7 +295,7 @@ def figures_of_ratio(ratio: dict) -> list[Figure]:
 
 
 def figures_of_ours(corpus: Corpus, ours: Ours, drafts: list[dict], steps: list[dict]) -> list[Figure]:
-    """What was asked for of ours alone."""
+    """The figures of our drafter alone."""
     figures = []
     for row in drafts:
         name = f"{corpus.name}, {len(corpus.pool):,} texts, K={row['k']}: median microseconds a draft"
@@ -314,7 +314,7 @@ def figures_of_ours(corpus: Corpus, ours: Ours, drafts: list[dict], steps: list[
 
 
 def describe_corpus(corpus: Corpus) -> dict:
-    """Sizes of a corpus for the JSON."""
+    """The sizes of a corpus, for the JSON."""
     return {
         "corpus": corpus.name,
         "num_docs": len(corpus.pool),
@@ -326,7 +326,7 @@ def describe_corpus(corpus: Corpus) -> dict:
 
 
 def describe(content: dict[str, list]) -> list[str]:
-    """Tables for a terminal: every drafter, ours over each peer, and what a least support leaves."""
+    """Tables for a terminal: all drafters, ours over each peer, and AAL by `min_support`."""
     where = {"corpus": "{corpus}", "K": "{k}"}
     columns = {
         "AAL": "{aal:.2f}", "(95 %)": "({aal_low:.2f}-{aal_high:.2f})", "median us": "{median_us:.2f}",
@@ -343,7 +343,7 @@ def describe(content: dict[str, list]) -> list[str]:
 
 
 def main() -> None:
-    """Measure, print, and write the JSON; of the model only the tokenizer is used, or the sample model's."""
+    """Measure, print, and write the JSON; uses only the tokenizer of the model, or of the sample model."""
     arguments = benchmark_parser(__doc__, "model", "data").parse_args()
     show_progress()
     scale = scale_of(arguments, FULL, QUICK, SMOKE)

@@ -1,14 +1,14 @@
-"""Relaxed upon relaxed with a real language model: twelve nights in a row, each drafted from the texts of the last.
+"""Drift of relaxed texts over twelve nights of a real language model, each drafted from the texts of the night before.
 
     python benchmarks/drift.py --models DIR --quick --json drift.json
 
-DIR has the folder `smollm2-135m-instruct`; where it is missing nothing is measured. Viewers of MovieLens 100K go on
-rating: each night each has one to four more films in the history, and gets a new text, guided by its form. Every chain
-of nights has one rule of verification and drafts up to 8 tokens from the viewer's own text of the night before, the
-prompt, the output and a pool of that chain's texts of the night before. The chain of plain texts is verified greedily,
-which gives the texts of plain decoding. `rule_quality.py` says what the columns are; cosines are to the plain text of
-the same viewer and night, and `as plain` is the share of texts that are equal to it. A text that a night would write
-again, since it reached the limit, is counted as it is.
+DIR has the folder `smollm2-135m-instruct`; without it nothing is measured. Viewers of MovieLens 100K go on rating: each
+night, every viewer has one to four more films in the history and gets a new text, guided by the template's form. Each
+chain of nights has one verification rule. It drafts up to 8 tokens from the viewer's text of the night before, the
+prompt, the output and a pool of the chain's texts of the night before. The chain of plain texts is verified greedily,
+which gives the texts of plain decoding. `rule_quality.py` explains the columns. Cosines are to the plain text of the
+same viewer and night, and `as plain` is the share of texts that are equal to it. A text that reached the limit counts
+like any other, although a night would write it again.
 """
 
 import random
@@ -30,18 +30,18 @@ from laserbatch.pipeline.knowledge.templates import PromptTemplate
 
 CHAINS = {name: RULES[name] for name in ("greedy", "relaxed, top 2 above 0.1", "relaxed, top 2 above 0.2")}
 PLAIN = "greedy"
-MAX_NEW_EVENTS = 4  # of a viewer and night
+MAX_NEW_EVENTS = 4  # per viewer and night
 COLUMNS = {
     "night": "{night}", "rule": "{rule}", "tokens a step": "{tokens_per_step:.2f}", "as plain": "{as_plain:.2f}",
     "repeated": "{repeated:.2f}", "tokens": "{length:.0f}",
     "cosine": "{cosine:.3f}", "kept": "{kept:.2f}",
 }  # fmt: skip
-MAX_ADDED_REPEATED, MAX_LOST_COSINE = 0.05, 0.05  # from the first drafted nights to the last
+MAX_ADDED_REPEATED, MAX_LOST_COSINE = 0.05, 0.05  # between the first drafted nights and the last
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How many nights, of how many viewers, and the longest text."""
+    """The numbers of nights and viewers, and the longest text."""
 
     num_nights: int
     num_viewers: int
@@ -52,7 +52,7 @@ FULL, QUICK, SMOKE = Scale(12, 32, 160), Scale(4, 16, 120), Scale(3, 3, 12)
 
 
 def nights_of(tokenizer, template: PromptTemplate, data: Path, scale: Scale) -> list[list[np.ndarray]]:
-    """The prompts of all viewers, int32[num_tokens] each, by night; the last night's have the whole history."""
+    """The prompts of all viewers, int32[num_tokens] each, by night; those of the last night have the whole history."""
     with tempfile.TemporaryDirectory() as folder:
         tables = movielens_tables(data, Path(folder))
         entities = sorted(iter_entities(tables, "user"), key=lambda entity: entity.entity_id)
@@ -86,7 +86,7 @@ def chain(writer: Writer, nights: Sequence[Sequence[np.ndarray]], rule: dict) ->
 
 
 def measure(writer: Writer, nights: Sequence[Sequence[np.ndarray]], template: PromptTemplate) -> Iterator[dict]:
-    """A row of each night and chain."""
+    """Yield a row for each night and chain."""
     encoder = TextEncoder.load()
     chains = {name: chain(writer, nights, rule) for name, rule in CHAINS.items()}
     for number, prompts in enumerate(nights, 1):
@@ -98,7 +98,7 @@ def measure(writer: Writer, nights: Sequence[Sequence[np.ndarray]], template: Pr
 
 
 def figures_of(rows: Sequence[dict], num_nights: int) -> Iterator[Figure]:
-    """What the last third of the nights adds to the first drafted third, by rule."""
+    """The change from the first third of the drafted nights to the last third, by rule."""
     third = max(1, (num_nights - 1) // 3)
     for rule in list(CHAINS)[1:]:
         own = sorted((row for row in rows if row["rule"] == rule), key=lambda row: row["night"])[1:]
@@ -111,7 +111,7 @@ def figures_of(rows: Sequence[dict], num_nights: int) -> Iterator[Figure]:
 
 
 def main() -> None:
-    """Write and judge the nights of every chain."""
+    """Write and measure the nights of every chain."""
     arguments, model_dir = begun(__doc__)
     scale = scale_of(arguments, FULL, QUICK, SMOKE)
     template = movielens_settings().template("user")

@@ -1,9 +1,9 @@
-"""Texts that are encoded a second, in the process that runs the night and by one and two tasks of a Ray cluster.
+"""Texts encoded per second: in the night's own process, and by one and by two tasks of a Ray cluster.
 
     python benchmarks/encoding_workers.py --quick --json encoding_workers.json
 
-Texts are words of the sample catalogue's titles, some hundred tokens each; the encoder is the bundled MiniLM, one
-thread a task. Systems take turns; their vectors are compared. Of what passes through Ray the bytes are counted.
+Texts are random words of the sample catalogue's titles, about a hundred tokens each. The encoder is the bundled MiniLM
+with one thread per task. Systems take turns; their vectors are compared, and the bytes sent through Ray are counted.
 """
 
 import sys
@@ -34,7 +34,7 @@ HERE = "here, 2 threads"
 
 
 def write_texts(folder: Path, num_texts: int) -> None:
-    """Texts of the catalogue's words."""
+    """Write texts of random words from the catalogue's titles."""
     rng = np.random.default_rng(SEED)
     titles = make_catalogue(400, 30, rng).titles
     words = np.array(sorted({word for title in titles for word in title.split()}))
@@ -43,13 +43,13 @@ def write_texts(folder: Path, num_texts: int) -> None:
 
 
 def parts_of(folder: Path, num_texts: int, dim: int) -> tuple[list[TextPart], NewVectors]:
-    """The texts in parts, and their vectors, which are not there yet."""
+    """The texts in parts, and the files of their vectors, which are not written yet."""
     vectors = NewVectors(folder / "vectors", max(16, num_texts // 8), num_texts, dim)
     return text_parts([folder / "texts" / "00000.parquet"], np.arange(num_texts), (), vectors), vectors
 
 
 def encoded(encoder: PartsEncoder, parts: list[TextPart], vectors: NewVectors) -> tuple[float, np.ndarray]:
-    """Seconds, and the vectors in the order of texts; their files are removed."""
+    """The seconds to encode all parts, and the vectors in the order of texts; removes the vectors' files."""
     begun = time.perf_counter()
     encoder.encode_parts(parts, lambda num_texts: None)
     taken_s, read = time.perf_counter() - begun, vectors.read(np.arange(vectors.num_rows))
@@ -71,7 +71,7 @@ def main() -> None:
         systems: dict[str, PartsEncoder] = {HERE: LocalEncoder(lambda: here)}
         for num in (1, 2):
             layout = WorkerLayout(num, 1, 0, "cpu")
-            encoding.OPEN_TASKS = 1  # else two tasks run for one worker, as there is room for both
+            encoding.OPEN_TASKS = 1  # otherwise one worker gets two tasks, since the cluster has room for both
             systems[f"{num} {'task' if num == 1 else 'tasks'} of 1 thread"] = ClusterEncoder(
                 settings, lambda layout=layout: layout
             )
@@ -83,7 +83,7 @@ def main() -> None:
             for system in order:
                 taken_s, vectors[system] = encoded(systems[system], parts, files)
                 print(number, system, f"{taken_s:.1f} s", file=sys.stderr, flush=True)
-                if number:  # the first time processes start and load the encoder
+                if number:  # the first round starts the processes and loads the encoder
                     seconds[system].append(taken_s)
     rates = {system: Spread.of([num_texts / taken_s for taken_s in durations]) for system, durations in seconds.items()}
     single, double = (rates[system].median for system in list(systems)[1:])

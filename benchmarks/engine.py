@@ -1,10 +1,10 @@
-"""Tokens per second of every way to draft, under fixed and adaptive budgets, beside transformers; on a CPU or a GPU.
+"""Tokens per second of each drafting method, under fixed and adaptive budgets, and of transformers; on CPU or GPU.
 
     python benchmarks/engine.py --quick --json engine.json
     python benchmarks/engine.py --device cuda --geometry 8b-gqa --batch 1 64 256 --json engine_gpu.json
 
-All systems answer the same held-out prompts in turn, with the same weights; what is compared is the ratio within one
-repetition. Figures are reported, not judged: the exit code is 0 whether they are met or not.
+All systems answer the same held-out prompts in turn, with the same weights. Ratios are taken within one repetition.
+Figures are only reported: the exit code is 0 whether they are met or not.
 """
 
 import argparse
@@ -45,16 +45,16 @@ from laserbatch.pipeline.decoding.settings import Budget
 logger = logging.getLogger("benchmarks")
 
 ASKED = ("own-text", "resd", "crp", "rrp", "laser")
-SWEPT = ("resd", "laser")  # measured with fixed budgets too, those of FIXED_BUDGETS
-PEER_CONTEXT = 1024  # tokens of a prompt and its answer, at most
-WRITER_BATCH = {"cpu": 16, "cuda": 128}  # texts of pools are written so many at once
+SWEPT = ("resd", "laser")  # also measured with the fixed budgets of FIXED_BUDGETS
+PEER_CONTEXT = 1024  # maximum number of tokens of a prompt and its answer
+WRITER_BATCH = {"cpu": 16, "cuda": 128}  # batch size at which the texts of pools are written
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured: prompts by batch size, texts in the pools, repetitions, systems, fixed budgets.
+    """The amount of work: prompts by batch size, texts in the pools, repetitions, systems, fixed budgets.
 
-    Prompts are divided so that every size finds the same pool texts.
+    The pools are the same at every batch size.
     """
 
     long_prompts: dict[int, int]
@@ -65,16 +65,16 @@ class Scale:
     num_short_repetitions: int
     systems: tuple[str, ...] = ASKED
     fixed_budgets: tuple[int, ...] = FIXED_BUDGETS
-    fixed_at: dict[int, tuple[int, ...]] = field(default_factory=dict)  # others at some batch sizes
-    only_at: dict[int, tuple[str, ...]] = field(default_factory=dict)  # beside plain, at some batch sizes
-    max_new_tokens: int = 512  # of measured texts; pools have whole ones
-    slow_long_prompts: int | None = None  # of batch 1, that `Contestant.is_slow` write; None: all
+    fixed_at: dict[int, tuple[int, ...]] = field(default_factory=dict)  # replaces fixed_budgets at these batch sizes
+    only_at: dict[int, tuple[str, ...]] = field(default_factory=dict)  # systems besides plain at these batch sizes
+    max_new_tokens: int = 512  # of measured texts; the texts of pools are not cut
+    slow_long_prompts: int | None = None  # long prompts of slow systems (`Contestant.is_slow`) at batch 1; None: all
     slow_short_prompts: int | None = None
-    num_slow_repetitions: int | None = None  # of these systems at any batch size
-    batches: tuple[int, ...] = ()  # those that are measured, of the ones that prompts are given for; (): all
+    num_slow_repetitions: int | None = None  # repetitions of slow systems at any batch size
+    batches: tuple[int, ...] = ()  # measured batch sizes, among those of `long_prompts`; (): all
 
     def amount_at(self, task: Task, batch: int) -> Amount:
-        """How much of a task is measured; passes over short texts are short."""
+        """The prompts and repetitions of a task at one batch size."""
         num_prompts = (self.long_prompts if task.is_long else self.short_prompts)[batch]
         num_repetitions = self.num_long_repetitions if task.is_long else self.num_short_repetitions
         num_slow = (self.slow_long_prompts if task.is_long else self.slow_short_prompts) if batch == 1 else None
@@ -114,7 +114,7 @@ SCALES = {
 
 
 def chosen(tasks: Sequence[Task], names: Sequence[str] | None) -> list[Task]:
-    """The tasks named; None: all."""
+    """The tasks with the given names; None: all."""
     unknown = set(names or ()) - {task.name for task in tasks}
     if unknown:
         raise SystemExit(f"no task {', '.join(sorted(unknown))}; there are {', '.join(task.name for task in tasks)}")
@@ -146,7 +146,7 @@ def contestants_at(
 
 
 def _writer(engines: Engines) -> Engine:
-    """What writes texts that are not measured. No name keeps it for long: the next engine wants the memory."""
+    """The engine that writes unmeasured texts. Callers must not hold it: the next engine needs its memory."""
     return engines.of_batch(WRITER_BATCH[engines.device.type])
 
 
@@ -181,7 +181,7 @@ def measure_batch(
 def measure_task(
     task: Task, engines: Engines, peers: Peers, scale: Scale, cache: Path, rates: DeviceRates
 ) -> Iterator[list[dict]]:
-    """The rows of one task, a batch size at a time."""
+    """Yield the rows of one task, one batch size at a time, the largest first."""
     with tempfile.TemporaryDirectory() as folder:
         task = unseen_prompts(_writer(engines), task, cache)
         kinds = pool_kinds(scale.systems)
@@ -195,15 +195,15 @@ def measure_task(
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = benchmark_parser(__doc__, "model", "data", "device", "dtype", "threads", "cache")
-    parser.add_argument("--geometry", choices=GEOMETRIES, help="widen the model to this first (widen.py)")
-    parser.add_argument("--peer", choices=VLLM_SYSTEMS, help="this beside our systems instead of transformers' own")
-    parser.add_argument("--batch", type=int, nargs="+", help="batch sizes; default: all of the device's")
+    parser.add_argument("--geometry", choices=GEOMETRIES, help="widen the model to this geometry first (widen.py)")
+    parser.add_argument("--peer", choices=VLLM_SYSTEMS, help="compare with this system instead of transformers")
+    parser.add_argument("--batch", type=int, nargs="+", help="batch sizes; default: all that the device has")
     parser.add_argument("--task", nargs="+", help="tasks; default: all")
     return parser.parse_args(words)
 
 
 def scale_on(device: str, arguments: argparse.Namespace) -> Scale:
-    """How much is measured, as the options have it."""
+    """The scale that the options ask for on `device`."""
     scale = SCALES[device][arguments.size]
     batches = tuple(arguments.batch or scale.batches or scale.long_prompts)
     unknown = set(batches) - set(scale.long_prompts)
@@ -249,7 +249,7 @@ def main() -> None:
     for task in chosen(tasks, arguments.task):
         for rows_of_task in measure_task(task, engines, peers, scale, arguments.cache, rates):
             rows += rows_of_task
-            if arguments.json:  # a run that is cut off has what it had measured
+            if arguments.json:  # if the run is cut off, the file has what was measured by then
                 write_json(arguments.json, {"figures": figures_of(rows, device), **content(), "is_cut_off": True})
     finish(arguments.json, figures_of(rows, device), [table(map(described, rows), COLUMNS)], content())
 

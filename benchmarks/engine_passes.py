@@ -1,9 +1,9 @@
-"""The order in which `engine.py` lets systems write, and how passes are compared: by the clock and by counted steps.
+"""Passes of `engine.py`: the order in which systems write, and two comparisons, by the clock and by counted steps.
 
-Alone (batch 1) systems take turns prompt by prompt, else pass by pass. Ratios are of one repetition and of the prompts
-that both wrote in it. By counted steps nothing of a machine's noise is in a ratio: steps, their live texts and their
-trees are those that were counted; each costs what the curve of its live texts says, and prompts what their tokens add
-to a step, so that two systems are compared as exactly as one cost curve knows them.
+At batch 1 systems take turns prompt by prompt, otherwise pass by pass. A ratio by the clock is taken within one
+repetition, over the prompts that both systems wrote in it. A ratio by counted steps has no noise of the machine: it
+takes the counted steps with their live texts and trees, costs each step by the cost curve of its number of live texts,
+and adds what a prompt's tokens cost in a step. It is as exact as the cost curve, which both systems share.
 """
 
 import logging
@@ -25,20 +25,20 @@ from laserbatch.retrieval_pools.step_cost import StepCost
 logger = logging.getLogger("benchmarks")
 
 WARM_UP_TOKENS = 8
-PREFILL_TOKENS = 256  # of a step that computes prompts: their cost per token is read off there
+PREFILL_TOKENS = 256  # prompt tokens in a step, from which the cost per prompt token is derived
 
-Repetitions = list[tuple[Pass, ...]]  # of each repetition the passes over its prompts' parts
+Repetitions = list[tuple[Pass, ...]]  # for each repetition, the passes over the parts of its prompts
 
 
 @dataclass(frozen=True)
 class Amount:
-    """How much is written at one batch size.
+    """The amount of work at one batch size.
 
     Attributes
     ----------
-    num_slow_prompts, num_slow_repetitions : of systems without a pool, which take many times as long when they write
-        alone, and of those with a part of one, which are compared with these only: the first prompts, in the first
-        repetitions.
+    num_slow_prompts, num_slow_repetitions : the first prompts and repetitions that slow systems write. Slow systems
+        have no pool, and take many times as long at batch 1, or draft from part of a pool, and are compared only with
+        these.
     """
 
     num_prompts: int
@@ -59,16 +59,16 @@ def measure(
     amount: Amount,
     num_warm_up: int,
 ) -> dict[tuple, Repetitions]:
-    """Passes of every contestant by its key; `num_warm_up` prompts come before.
+    """The passes of every contestant, by its key, after a warm-up on `num_warm_up` prompts.
 
-    A peer that the device has no memory for has no passes.
+    A peer that does not fit into the device's memory has no passes.
     """
     prompts = prompts[: amount.num_prompts]
     parts = [(number, [prompt]) for number, prompt in enumerate(prompts)] if batch == 1 else [(0, prompts)]
     passes: dict[tuple, Repetitions] = {contestant.key: [] for contestant in contestants}
 
     def run(contestant: Contestant, part: Sequence, num_tokens: int) -> Pass | None:
-        """A contestant's pass; None for a peer without memory, which has no passes from then on."""
+        """A contestant's pass; None for a peer that runs out of memory, which is then removed from `passes`."""
         try:
             return contestant.runner.run(part, batch, num_tokens)
         except torch.OutOfMemoryError:
@@ -79,7 +79,7 @@ def measure(
             return None
 
     for contestant in contestants:
-        run(contestant, prompts[:num_warm_up], WARM_UP_TOKENS)  # compiles and touches everything once
+        run(contestant, prompts[:num_warm_up], WARM_UP_TOKENS)  # compiles, and touches all memory once
     orders = turns(contestants)
     for repetition in range(amount.num_repetitions):
         written: dict[tuple, list[Pass]] = {key: [] for key in passes}
@@ -96,7 +96,7 @@ def measure(
 
 
 def ratios(own: Repetitions, other: Repetitions) -> list[float]:
-    """Tokens per second over another's, within each repetition that both have and on the prompts that both wrote."""
+    """Ratios of tokens per second, one for each repetition that both have, over the prompts that both wrote."""
     return [
         Pass.joined(mine[: len(others)]).tokens_per_s / Pass.joined(others[: len(mine)]).tokens_per_s
         for mine, others in zip(own, other, strict=False)
@@ -104,10 +104,10 @@ def ratios(own: Repetitions, other: Repetitions) -> list[float]:
 
 
 def over_best(own: Repetitions, others: Mapping[int, Repetitions]) -> tuple[int, Spread]:
-    """The fastest of others, and tokens per second over its.
+    """The fastest of `others`, and the ratios of tokens per second to the fastest.
 
-    Of several that are alike the luckiest looks best. So each repetition is compared with the one that was best in the
-    other repetitions.
+    Among equally fast systems the luckiest looks best. So each repetition is compared with the system that was best in
+    the other repetitions.
     """
     over = {name: ratios(own, other) for name, other in others.items()}
 
@@ -125,9 +125,9 @@ def _left(values: list[float], place: int | None) -> list[float]:
 
 @dataclass(frozen=True)
 class Counted:
-    """What texts take by their counted steps, in the order of their prompts, float64[num_texts] each.
+    """Tokens and seconds of texts by counted steps, in the order of their prompts: float64[num_texts] each.
 
-    The seconds of a step are shared by its texts.
+    The seconds of a step are divided among its texts.
     """
 
     num_tokens: np.ndarray
@@ -138,7 +138,7 @@ class Counted:
         return float(self.num_tokens.sum() / self.seconds.sum())
 
     def over(self, other: "Counted") -> Interval:
-        """Tokens per second over another's on the texts that both wrote; the interval is one of texts."""
+        """The ratio of tokens per second to `other`, on the texts that both wrote; the interval is over texts."""
         num_texts = min(len(self.seconds), len(other.seconds))
         own, others = (
             resampled_totals(counted.num_tokens[:num_texts]) / resampled_totals(counted.seconds[:num_texts])
@@ -150,12 +150,12 @@ class Counted:
 def counted(
     step_cost: StepCost, batch: int, passes: Sequence[Pass], prompts: Sequence[np.ndarray], budget: Budget | None
 ) -> Counted:
-    """Put the steps of passes of the engine over consecutive prompts through the cost of steps.
+    """Cost the steps of the engine's passes over consecutive prompts by `step_cost`.
 
     Parameters
     ----------
-    batch : texts side by side; a text begins when there is room for it, in the order of prompts.
-    budget : None where there is none; it says whether a drafter was asked.
+    batch : maximum number of live texts; texts begin in the order of prompts, each when there is room.
+    budget : None for plain decoding; drafting is costed only if it allows draft tokens.
     """
     drafts = budget is not None and budget.max_draft_tokens > 0
     full = known_batch_size(step_cost, batch)
@@ -174,7 +174,7 @@ def counted(
 
 
 def _computed_prompt_tokens(prompts: Sequence[np.ndarray], batch: int) -> np.ndarray:
-    """Tokens of each prompt without the beginning that one of the last `batch` had too, which is there: int[n]."""
+    """The number of computed tokens of each prompt, without the prefix shared with one of the last `batch`: int[n]."""
     computed, newest = [], PrefixIndex()
     for number, prompt in enumerate(prompts):
         computed.append(len(prompt) - newest.longest(prompt)[0])
@@ -185,9 +185,9 @@ def _computed_prompt_tokens(prompts: Sequence[np.ndarray], batch: int) -> np.nda
 
 
 def _steps(tree_sizes: Sequence[Sequence[int]], batch: int) -> Iterator[tuple[list[int], int]]:
-    """Each step's live texts, and the draft tokens of all of them."""
+    """Yield the live texts of each step and the number of draft tokens of all of them."""
     waiting = iter(range(len(tree_sizes)))
-    live: dict[int, int] = {}  # the steps that each text has taken
+    live: dict[int, int] = {}  # number of steps that each text has taken
     while True:
         while len(live) < batch and (text := next(waiting, None)) is not None:
             live[text] = 0
@@ -198,7 +198,7 @@ def _steps(tree_sizes: Sequence[Sequence[int]], batch: int) -> Iterator[tuple[li
 
 
 def _step_seconds(step_cost: StepCost, num_live: int, num_drafted: int, drafts: bool) -> float:
-    """Between the cost's batch sizes linear, at the same draft tokens of a text."""
+    """The seconds of a step, interpolated between the cost's batch sizes at the same draft tokens per text."""
     of_one, seconds = num_drafted / num_live, []
     for size in step_cost.batch_sizes:
         step_s = float(step_cost.seconds(size, np.array([size * (1 + of_one)]))[0])

@@ -1,9 +1,9 @@
-"""Pools of `engine.py`: the model's own texts on other prompts, in groups of like prompts and in random ones.
+"""Pools of `engine.py`: the model's own texts on other prompts, in groups of similar prompts or in random groups.
 
-Groups are k-means clusters of the prompts' tf-idf vectors, fitted to the pool's prompts; a measured prompt belongs to
-the nearest centre, so nothing of its own text is used. Every pool is calibrated as a night's is, its budgets too: some
-of its texts are held back from a second pool and replayed against it, as on the first night; pools of relaxed systems
-by other prompts' texts, which were written with relaxed drafts from them, as on later nights. Measures nothing.
+Groups are k-means clusters of the prompts' tf-idf vectors, fitted to the pool's prompts. A measured prompt joins the
+nearest centre, so its own text is not used. Every pool and its budgets are calibrated like a night's. As on the first
+night, some texts are held back from a second pool and replayed against it. As on later nights, pools of relaxed systems
+are calibrated by texts on other prompts that were written with relaxed drafts from these pools. Measures nothing.
 """
 
 import logging
@@ -40,7 +40,7 @@ logger = logging.getLogger("benchmarks")
 
 NUM_COMPONENTS = 32
 DRAFT_OPTIONS = DraftOptions(use_previous=False)
-KINDS = {  # pool settings, and how its texts are grouped
+KINDS = {  # settings of the pool, and the grouping of its texts
     "global": ({}, None),
     "preference": ({}, "like"),
     "group": ({"scope": "group"}, "like"),
@@ -48,14 +48,14 @@ KINDS = {  # pool settings, and how its texts are grouped
 }
 
 
-Groups = dict[bytes, str]  # names of the groups of prompts, by the prompts' bytes
+Groups = dict[bytes, str]  # the name of each prompt's group, by the prompt's bytes
 
 
 @dataclass(frozen=True)
 class GroupedPool:
     """A calibrated pool and the groups of all prompts.
 
-    `groups` None: every text counts the same.
+    If `groups` is None, all texts count the same.
     """
 
     pool: Pool
@@ -63,7 +63,7 @@ class GroupedPool:
 
 
 def unseen_prompts(engine: Engine, task: Task, cache: Path) -> Task:
-    """The task without the measured and the earlier prompts whose plain text stands in the pool word for word."""
+    """The task without the held-out and earlier prompts whose plain text is in the pool word for word."""
     in_pool = {text.tobytes() for text in own_texts(engine, task, cache)}
 
     def unseen(prompts: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
@@ -78,7 +78,7 @@ def unseen_prompts(engine: Engine, task: Task, cache: Path) -> Task:
 
 
 def pools_of(engine: Engine, task: Task, cache: Path, folder: Path, kinds: Sequence[str]) -> dict[str, GroupedPool]:
-    """Pools of the task's texts, of the kinds named."""
+    """The pools of the task's texts, by kind."""
     texts = own_texts(engine, task, cache)
     groupings = {None: None, "like": like_groups(task), "random": random_groups(task)}
     return {
@@ -88,12 +88,12 @@ def pools_of(engine: Engine, task: Task, cache: Path, folder: Path, kinds: Seque
 
 
 def like_groups(task: Task) -> Groups:
-    """Clusters of the pool's prompts; a measured prompt joins the nearest."""
+    """Clusters of the pool's prompts; other prompts join the nearest cluster."""
     prompts = (*task.pool_prompts, *task.held_out, *task.earlier_prompts)
     num_pool = len(task.pool_prompts)
     bags = _bags(prompts)
     num_components = max(1, min(NUM_COMPONENTS, num_pool - 1))
-    with threadpool_limits(1):  # threads sum in no fixed order, and equal inputs must give equal groups
+    with threadpool_limits(1):  # with threads the order of sums varies, but equal inputs must give equal groups
         weights = TfidfTransformer(sublinear_tf=True).fit(bags[:num_pool])
         reduced = TruncatedSVD(num_components, random_state=SEED).fit(weights.transform(bags[:num_pool]))
         vectors = normalize(reduced.transform(weights.transform(bags)))  # (num_prompts, num_components)
@@ -104,7 +104,7 @@ def like_groups(task: Task) -> Groups:
 
 
 def random_groups(task: Task) -> Groups:
-    """As many groups as `like_groups` asks for, drawn by lot."""
+    """Random groups, as many as `like_groups` asks for."""
     prompts = (*task.pool_prompts, *task.held_out, *task.earlier_prompts)
     num_groups = default_num_groups(len(task.pool_prompts))
     return _named(prompts, np.random.default_rng(SEED).integers(0, num_groups, len(prompts)))
@@ -123,7 +123,7 @@ def _bags(prompts: Sequence[np.ndarray]) -> csr_array:
 
 
 def calibrated_by(grouped: GroupedPool, prompts: Sequence[np.ndarray], texts: Sequence[Sequence[int]]) -> GroupedPool:
-    """The same pool, believing what replays of some prompts' texts say of it."""
+    """The same pool, calibrated by replays of the given texts."""
     calibration = _replayed(grouped.pool, _documents(prompts, texts, grouped.groups))
     return replace(grouped, pool=grouped.pool.with_calibration(calibration))
 
@@ -131,7 +131,7 @@ def calibrated_by(grouped: GroupedPool, prompts: Sequence[np.ndarray], texts: Se
 def calibrated_pool(
     task: Task, texts: list[np.ndarray], groups: Groups | None, settings: PoolSettings, folder: Path
 ) -> GroupedPool:
-    """The pool of all texts, believing what replays say of one without some of them."""
+    """The pool of all texts, calibrated by replaying some of them against a pool without these."""
     documents = _documents(task.pool_prompts, texts, groups)
     numbers = spread_positions(len(documents), num_held_back(len(documents), NUM_CALIBRATION_TEXTS)).tolist()
     held_back = HeldBack(numbers, lambda others: _replayed(others, [documents[number] for number in numbers]))

@@ -1,4 +1,4 @@
-"""What the passes of `engine.py` say: rows, the figures that were asked for, a table. Measures nothing."""
+"""Rows, figures and a table from the passes of `engine.py`. Measures nothing."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -32,11 +32,11 @@ ROOFLINE_BATCHES = (1, 64, 256)
 
 
 def row_of(contestant: Contestant, passes: Mapping[tuple, Repetitions], counts: Mapping[tuple, Counted]) -> dict:
-    """What the passes of one contestant say; steps and texts are the same in every repetition.
+    """The row of one contestant; steps and texts are the same in every repetition.
 
     Parameters
     ----------
-    counts : by key, of the systems of our engine.
+    counts : by key, the counted steps of the systems of our engine.
     """
     own = passes[contestant.key]
     joined = [Pass.joined(parts) for parts in own]
@@ -70,7 +70,7 @@ def row_of(contestant: Contestant, passes: Mapping[tuple, Repetitions], counts: 
 
 
 def _over_fixed(contestant: Contestant, passes: Mapping[tuple, Repetitions], counts: Mapping[tuple, Counted]) -> dict:
-    """An adaptive budget beside the best fixed one of its system: as measured, and by counted steps."""
+    """Columns that compare an adaptive budget with its system's best fixed one: by the clock, and by counted steps."""
     fixed = [budget for system, budget in passes if system == contestant.system and isinstance(budget, int)]
     columns = dict.fromkeys(("best_fixed", "ratio_to_best_fixed", "counted_best_fixed", "counted_to_best_fixed"))
     if contestant.budget != ADAPTIVE or not fixed:
@@ -86,7 +86,7 @@ def _over_fixed(contestant: Contestant, passes: Mapping[tuple, Repetitions], cou
 
 
 def repeats_of_plain(rows: Sequence[dict]) -> list[dict]:
-    """By the clock, systems that drafted nothing over plain decoding, which they repeat: what such a ratio is worth."""
+    """Clock ratios to plain decoding of systems that drafted nothing: as they repeat it, the ratios show the noise."""
     return [
         {name: row[name] for name in ("task", "batch", "system", "ratio_to_plain")}
         for row in rows
@@ -103,7 +103,7 @@ COLUMNS = {
 
 
 def described(row: dict) -> dict:
-    """A row with what COLUMNS show of it."""
+    """A row with the additional values that COLUMNS show."""
     counted = row["counted_to_plain"]
     return row | {"shown_budget": _shown_budget(row), "counted": "" if counted is None else f"{counted.value:.2f}"}
 
@@ -115,11 +115,11 @@ def _shown_budget(row: dict) -> str:
 
 
 def figures_of(rows: Sequence[dict], device: str) -> list[Figure]:
-    """Figures of all tasks and batch sizes that were measured.
+    """The figures of all measured tasks and batch sizes.
 
     Parameters
     ----------
-    rows : of `engine.py`.
+    rows : the rows of `engine.py`.
     device : "cpu" or "cuda".
     """
     places = sorted({(row["task"], row["batch"]) for row in rows})
@@ -154,7 +154,7 @@ def _figures_at(place: tuple[str, int], rows: dict, device: str) -> Iterator[Fig
             yield Figure.at_least(figure, row["ratio_to_best_fixed"].median, MIN_OVER_BEST_FIXED)
             figure = f"{where}: {row['system']}, adaptive over K={row['counted_best_fixed']}, by counted steps"
             yield Figure.at_least(figure, row["counted_to_best_fixed"].value, MIN_OVER_BEST_FIXED)
-    drafting = [row for row in adaptive if row["max_draft_tokens"]]  # what drafts nothing is plain decoding
+    drafting = [row for row in adaptive if row["max_draft_tokens"]]  # a system that drafts nothing decodes plainly
     if drafting:
         slowest = min(drafting, key=lambda row: row["ratio_to_plain"].median)
         figure = f"{where}: the slowest system that drafts ({slowest['system']}) over plain, tokens per second"

@@ -1,6 +1,6 @@
-"""What `engine.py` compares, by name, and how each is made: the peers, plain decoding, and every pool and verifier.
+"""The systems that `engine.py` compares: peers, plain decoding, and our engine with each pool and verifier.
 
-Nothing is measured but what a step costs, which adaptive budgets are chosen by.
+Only the cost of a step is measured here; it chooses the adaptive budgets.
 """
 
 import gc
@@ -40,18 +40,18 @@ WITH_POOL = (*OWN_TEXT, "pool")
 ADAPTIVE = "adaptive"
 FIXED_BUDGETS = (4, 8, 16, 32, 64)
 LOOKUP_TOKENS = 10
-STEP_BATCHES = (1, 4, 16, 64)  # whose steps are timed beside those of the batch size itself
+STEP_BATCHES = (1, 4, 16, 64)  # smaller batch sizes whose steps are timed besides those of the engine's batch size
 
 
 class Speculation(NamedTuple):
-    """One way to draft and verify: a kind of `engine_pools`, None for the own prompt and output alone."""
+    """A verifier and a kind of pool of `engine_pools`; pool None drafts only from the prompt and the output."""
 
     pool: str | None
     verifier: str
 
     @property
     def pool_name(self) -> str | None:
-        """The pool as the verifier's nights leave it: see `relaxed_pools`."""
+        """The name of the pool as nights with this verifier calibrate it: see `relaxed_pools`."""
         return self.pool if self.pool is None or self.verifier == "greedy" else f"{self.pool}, relaxed"
 
 
@@ -67,9 +67,9 @@ SPECULATIONS = {
 
 @dataclass(frozen=True)
 class Contestant:
-    """A system under one budget ("adaptive", a number of draft tokens, None where there is none), ready to run.
+    """A system, ready to run, under one budget: "adaptive", a number of draft tokens, or None if it has no budget.
 
-    `settled` is the budget that was really used, None likewise.
+    `settled` is the budget in full; None if the system has no budget.
     """
 
     system: str
@@ -79,12 +79,12 @@ class Contestant:
 
     @property
     def is_peer(self) -> bool:
-        """Whether it is another's: transformers' own, or vLLM."""
+        """Whether the system is not ours, but of transformers or vLLM."""
         return self.system in (PEER, LOOKUP, ASSISTED) or self.system.startswith("vllm")
 
     @property
     def is_slow(self) -> bool:
-        """Whether it has no pool to draft from, or a group's or a random one alone."""
+        """Whether the system drafts from no pool, or only from the pool of a group."""
         return self.system not in SPECULATIONS or SPECULATIONS[self.system].pool in (None, "group", "random")
 
     @property
@@ -93,7 +93,7 @@ class Contestant:
 
 
 class Engines:
-    """One loaded model behind engines of several batch sizes, one at a time: the KV cache of the last is let go."""
+    """Engines of one loaded model, one batch size at a time: a new engine frees the KV cache of the last."""
 
     def __init__(self, model_dir: Path, dtype: str, device: str) -> None:
         self._loaded: LoadedModel = load_model(model_dir, dtype, device)
@@ -110,7 +110,7 @@ class Engines:
         return self._loaded.device
 
     def of_batch(self, batch: int) -> Engine:
-        """The engine of a batch size; that of another is no longer to be used."""
+        """The engine of a batch size; engines of other batch sizes must not be used any more."""
         if self._engine is None or self._engine.settings.batch_size != batch:
             self._engine = None
             gc.collect()
@@ -120,7 +120,7 @@ class Engines:
         return self._engine
 
     def step_cost(self, batch: int, pool: Pool | None) -> StepCost:
-        """What a step costs up to a batch size, and a draft from the pool; measured once."""
+        """The cost of a step up to a batch size, and of a draft from the pool; measured once per batch size."""
         if batch not in self._step_costs:
             sizes = [*(size for size in STEP_BATCHES if size < batch), batch]
             self._step_costs[batch] = measure_step_cost(self.of_batch(batch), pool, WITH_POOL, sizes)
@@ -128,7 +128,7 @@ class Engines:
 
 
 class Peers:
-    """The systems of transformers, over weights of their own; a model's first layers assist it."""
+    """The systems of transformers, with their own copy of the weights; assisted, the model's first layers draft."""
 
     def __init__(self, model_dir: Path, dtype: str, device: str) -> None:
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype)).to(device).eval()
@@ -140,29 +140,29 @@ class Peers:
         }
 
     def at_batch(self, batch: int) -> Iterator[Contestant]:
-        """Those that work at a batch size: drafts of transformers are for one prompt at a time."""
+        """Yield the systems that work at a batch size: transformers drafts only for one prompt at a time."""
         yield Contestant(PEER, None, self._generate)
         if batch == 1:
             yield from (Contestant(name, None, runner) for name, runner in self._one_by_one.items())
 
 
 class VllmPeer:
-    """vLLM in the place of `Peers`; one batch size a run, since it is loaded for that one."""
+    """vLLM in the place of `Peers`; it is loaded for one batch size per run."""
 
     def __init__(self, model_dir: Path, dtype: str, system: str, batch: int, max_tokens: int) -> None:
         self._contestant = Contestant(system, None, Vllm(model_dir, dtype, system, batch, max_tokens))
 
     def at_batch(self, batch: int) -> Iterator[Contestant]:
-        """The one system."""
+        """Yield the one system."""
         yield self._contestant
 
 
 def relaxed_pools(
     writer: Engine, pools: dict[str, GroupedPool], task: Task, systems: Sequence[str]
 ) -> dict[str, GroupedPool]:
-    """The pools of relaxed systems as a relaxed night leaves them: calibrated by texts that were drafted from them.
+    """The pools of relaxed systems, calibrated like after a relaxed night: by texts that were drafted from them.
 
-    The same pools where the task has no such prompts.
+    If the task has no earlier prompts, the pools are unchanged.
     """
     relaxed = {}
     for speculation in dict.fromkeys(SPECULATIONS[system] for system in systems if system in SPECULATIONS):
@@ -177,7 +177,7 @@ def relaxed_pools(
 
 
 def adaptive_budget(step_cost: StepCost, batch: int, pools: dict[str, GroupedPool], system: str) -> Budget:
-    """What one of SPECULATIONS chooses at a batch size."""
+    """The budget that measured costs choose for one of SPECULATIONS at a batch size."""
     speculation = SPECULATIONS[system]
     grouped = pools.get(speculation.pool_name)
     pool, sources = drafted_from(grouped)
@@ -188,9 +188,9 @@ def adaptive_budget(step_cost: StepCost, batch: int, pools: dict[str, GroupedPoo
 def as_a_night(
     engines: Engines, batch: int, pools: dict[str, GroupedPool], system: str, num_context_tokens: float
 ) -> EngineSystem:
-    """One of SPECULATIONS under what a night chooses for texts that are so long with their prompts.
+    """One of SPECULATIONS with the budget that a night chooses for texts and prompts of `num_context_tokens` tokens.
 
-    Under greedy verification each step is given what pays of it.
+    Under greedy verification each step drafts as much as pays in that step.
     """
     speculation = SPECULATIONS[system]
     grouped = pools.get(speculation.pool_name)
@@ -207,7 +207,7 @@ def as_a_night(
 def speculating(
     engine: Engine, pools: dict[str, GroupedPool], system: str, budget: str | int, settled: Budget
 ) -> Contestant:
-    """One of SPECULATIONS under a budget, which `settled` says in full."""
+    """One of SPECULATIONS under a budget; `settled` is that budget in full."""
     speculation = SPECULATIONS[system]
     grouped = pools.get(speculation.pool_name)
     pool, sources = drafted_from(grouped)
@@ -216,7 +216,7 @@ def speculating(
 
 
 def drafted_from(grouped: GroupedPool | None) -> tuple[Pool | None, tuple[str, ...]]:
-    """The pool, if there is one, and the sources by name."""
+    """The pool, or None, and the names of the draft sources."""
     return (None, OWN_TEXT) if grouped is None else (grouped.pool, WITH_POOL)
 
 
@@ -229,7 +229,7 @@ def drafting(
     verifier_name: str,
     step_cost: StepCost | None = None,
 ) -> EngineSystem:
-    """Our engine with drafts from texts, under a budget and a rule; `step_cost` is that of `EngineSystem`."""
+    """Our engine with drafts from texts, a budget and a verifier; `step_cost` is passed to `EngineSystem`."""
     drafter = NoDrafter()
     if budget.max_draft_tokens:
         limits = budget.max_draft_tokens, budget.min_acceptance
@@ -239,9 +239,9 @@ def drafting(
 
 
 def twins_of(contestants: Sequence[Contestant]) -> dict[tuple, tuple]:
-    """Of adaptive budgets that are one of their system's fixed ones, by key: the key of that one.
+    """The key of the fixed budget that equals an adaptive one of the same system, by the key of the adaptive one.
 
-    They are one program, which is to be measured once: twice it would differ from itself by chance.
+    Both are the same program, so it is measured only once: two measurements would differ by chance.
     """
     fixed = {(each.system, each.settled): each.key for each in contestants if isinstance(each.budget, int)}
     twins = {each.key: fixed.get((each.system, each.settled)) for each in contestants if each.budget == ADAPTIVE}
@@ -249,6 +249,6 @@ def twins_of(contestants: Sequence[Contestant]) -> dict[tuple, tuple]:
 
 
 def pool_kinds(systems: Sequence[str]) -> list[str]:
-    """Kinds of pools that systems draft from."""
+    """The kinds of pools that the systems draft from."""
     kinds = {SPECULATIONS[name].pool for name in systems if name in SPECULATIONS}
     return sorted(kind for kind in kinds if kind is not None)

@@ -1,6 +1,6 @@
-"""Users and items as objects, and their prompts: for what looks at a few of them, and to hold nights' columns against.
+"""Users and items as objects, and their prompts: for code that needs a few of them, and to check nights against.
 
-A night has no such objects: `pipeline/knowledge/questions.py` says the same of all entities of a side in columns.
+A night has no such objects: `pipeline/knowledge/questions.py` keeps the entities of a side in columns.
 """
 
 import math
@@ -37,7 +37,7 @@ class HistoryEvent:
 
     item_id: str | int
     title: str
-    attributes: dict[str, object]  # the item's, None values dropped, title not among them
+    attributes: dict[str, object]  # of the item, without its title and None values
     rating: float | None
     event: str | None = None
 
@@ -48,12 +48,12 @@ class Entity:
 
     side: Side
     entity_id: str | int
-    attributes: dict[str, object]  # None values dropped; an item's title is one of them, `created_at` is not
+    attributes: dict[str, object]  # without None values and `created_at`, including an item's title
     history: tuple[HistoryEvent, ...] = ()  # oldest first; empty for items
 
 
 def iter_entities(tables: Tables, side: Side, entity_ids: Iterable[str | int] | None = None) -> Iterator[Entity]:
-    """Entities of a side in table order, only some where their ids are given."""
+    """The entities of a side in table order; only those in `entity_ids`, unless it is None."""
     table, key = tables.entities(side), f"{side}_id"
     rows = np.arange(table.num_rows)
     if entity_ids is not None:
@@ -86,7 +86,7 @@ def _known(values: dict[str, object]) -> dict[str, object]:
 
 
 def world_entities(seed: int, num_users: int, num_items: int) -> tuple[list[Entity], list[Entity]]:
-    """Users and items of a sample world, as known at the end of its last day."""
+    """The users and items of a sample world, as known at the end of its last day."""
     with tempfile.TemporaryDirectory() as folder:
         write_sample_world(folder, num_users=num_users, num_items=num_items, future_days=0, seed=seed)
         tables = read_tables(folder, LAST_DATE)
@@ -94,12 +94,12 @@ def world_entities(seed: int, num_users: int, num_items: int) -> tuple[list[Enti
 
 
 def render_prompt(template: PromptTemplate, entity: Entity, tokenizer, max_prompt_tokens: int) -> RenderedPrompt:
-    """The prompt of one entity, as `render_shown` has it. Raises RowError, "no-title", for an item without one."""
+    """The prompt of one entity, by `render_shown`. Raises RowError, "no-title", for an item without a title."""
     return render_shown(template, shown_of(template, entity), tokenizer, max_prompt_tokens)
 
 
 def shown_of(template: PromptTemplate, entity: Entity) -> Shown:
-    """What the template shows of an entity. Raises RowError, "no-title", for an item without one."""
+    """The parts of an entity that the template shows. Raises RowError, "no-title", for an item without a title."""
     if entity.side == "item" and not str(entity.attributes.get("title", "")).strip():
         raise RowError(NO_TITLE)
     columns = template.attributes

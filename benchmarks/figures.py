@@ -1,6 +1,6 @@
-"""All committed figures on one page, and the main ones in the README: written from `results/`, never by hand.
+"""Write all committed figures to one page, and the main ones to the README, from the files in `results/`.
 
-By hand is `results/tried.md`, at the end of the page: what was measured at older commits.
+Only the end of the page is written by hand: `results/tried.md`, which has measurements of older commits.
 """
 
 import argparse
@@ -18,13 +18,13 @@ PAGE, TRIED = RESULTS / "README.md", RESULTS / "tried.md"
 README = REPOSITORY / "README.md"
 BEGIN, END = "<!-- figures: benchmarks/figures.py -->", "<!-- end of figures -->"
 
-TASKS = {"reki": "reki", "goodreads": "goodreads-items"}  # a column a corpus, and the engine's task of it
+TASKS = {"reki": "reki", "goodreads": "goodreads-items"}  # one column per corpus; the engine's task for that corpus
 DRAFTS_OF = tuple(f"{{corpus}}, K={k}: ours over arctic" for k in (16, 32, 64))
 
 
 @dataclass(frozen=True)
 class Headline:
-    """One row of the README's table: what it says, its result file, and the names of its figures, with `*` for any."""
+    """One row of the README's table: its label, its result file, and patterns of its figures' names (`*`: any text)."""
 
     says: str
     file: str
@@ -63,12 +63,12 @@ HEADLINES = (
 
 
 def read_figures(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Figures of every result file in `folder`, by the file's name without its suffix.
+    """The figures of every result file in `folder`, by the file's name without its suffix.
 
     Raises
     ------
     ValueError
-        If a file is no JSON object; it names the file.
+        If a file is not a JSON object; the message names the file.
     """
     by_page = {}
     for path in sorted(folder.glob("*.json")):
@@ -83,7 +83,7 @@ def read_figures(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def page(figures: dict[str, list[dict[str, Any]]]) -> str:
-    """The page of all figures, those that missed what was wanted first, and then what was measured before."""
+    """The page of all figures, missed ones first in each file, followed by the text of `TRIED`."""
     lines = [
         "# Figures",
         "",
@@ -103,12 +103,12 @@ def page(figures: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def headline(figures: dict[str, list[dict[str, Any]]]) -> str:
-    """The README's table of ratios, one column a corpus.
+    """The README's table of ratios, one column per corpus.
 
     Raises
     ------
     ValueError
-        If a figure is missing from its result file; it names both.
+        If a figure is missing from its result file; the message names both.
     """
     lines = ["| | long answers | descriptions |", "|---|---|---|"]
     for row in HEADLINES:
@@ -132,7 +132,7 @@ def with_headline(readme: str, table: str) -> str:
 
 
 def main() -> int:
-    """Write both, or say which one is not what the results say."""
+    """Write the page and the README's table; with `--check`, only name the files that are out of date."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is out of date")
     check = parser.parse_args().check

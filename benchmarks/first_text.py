@@ -1,10 +1,10 @@
-"""Seconds from a night's command to its first text: the sample world's second night, some dozens of texts.
+"""Seconds from a night's command to its first text, in the sample world's second night with some dozens of texts.
 
     python benchmarks/first_text.py --quick --json first_text.json
 
-Each repetition is a process of its own, told to stop at its first text; a first night of a machine, which has to
-measure what steps cost, is one of the rows. Beside it, in turns, the floor: a Ray of as many workers that load torch
-and transformers' model classes, and nothing of ours.
+Each repetition is a new process that is stopped at its first text. One row is the first night of a machine, which must
+measure the cost of steps. The row `floor`, in turns with the others, is a Ray with the same number of workers that load
+torch and transformers' model classes, and none of our code.
 """
 
 import datetime
@@ -39,7 +39,7 @@ os._exit(0)
 
 
 def prepare(folder: Path) -> None:
-    """A sample world, its first night, and what steps cost on its second."""
+    """Write a sample world, run its first night, and measure the step costs of its second."""
     write_sample_world(folder / "tables", num_users=60, num_items=40)
     settings = {
         "workspace": "workspace",
@@ -50,7 +50,7 @@ def prepare(folder: Path) -> None:
     (folder / "laserbatch.yaml").write_text(yaml.safe_dump(settings))
     done(folder, FIRST_DATE)
     shutil.copytree(folder / "workspace", folder / "first")
-    done(folder, SECOND_DATE)  # measures what steps cost that draft from a pool
+    done(folder, SECOND_DATE)  # measures the cost of steps that draft from a pool
     shutil.copytree(folder / "workspace" / "step-costs", folder / "first" / "step-costs", dirs_exist_ok=True)
 
 
@@ -62,7 +62,7 @@ def done(folder: Path, date: str) -> None:
 
 
 def second_night(folder: Path, measures: bool) -> dict[str, float]:
-    """Seconds from the command to what the second night's events tell, until its first text."""
+    """Seconds from the command to each milestone in the second night's events, up to its first text."""
     shutil.rmtree(folder / "workspace")
     shutil.copytree(folder / "first", folder / "workspace")
     if measures:
@@ -84,7 +84,7 @@ def second_night(folder: Path, measures: bool) -> dict[str, float]:
 
 
 def name_of(event: dict) -> str | None:
-    """What an event says of the way to the first text."""
+    """The milestone on the way to the first text that an event marks, or None."""
     line = event.get("line", "")
     if event["event"] == "said":
         return "planned" if line.startswith("generate: ") else "budgets chosen" if "draft" in line else None

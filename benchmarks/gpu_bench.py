@@ -1,4 +1,4 @@
-"""What the items of `gpu_phases.py` share: the large model on its device, engines of it, and what ends a process."""
+"""Shared state of the items of `gpu_phases.py`: the large model on its device, its engines, and fatal errors."""
 
 import argparse
 import gc
@@ -16,13 +16,13 @@ from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.load import LoadedModel
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 
-FUSED = ("fused", "cuda_layers")  # attributes of a model: on a CPU, on CUDA
+FUSED = ("fused", "cuda_layers")  # the model's attributes for fused layers on a CPU and on CUDA
 FATAL_WORDS = ("CUDA error", "illegal memory access", "unspecified launch failure", "device-side assert")
 
 
 @dataclass
 class Bench:
-    """What items share: the options, the model on its device, and the rows' file."""
+    """The options, the model on its device and the rows' file, shared by all items."""
 
     options: argparse.Namespace
     rows: Rows
@@ -38,7 +38,7 @@ class Bench:
 
     @cached_property
     def loaded(self) -> LoadedModel:
-        """The large model, checked; its row says what loading took."""
+        """The large model; loading it adds a row with the time and memory that it took."""
         start_s = time.perf_counter()
         loaded = load_widened(self.options.model, self.options.geometry, self.dtype, self.device.type)
         num_billions = loaded.num_parameters / 1e9
@@ -48,14 +48,14 @@ class Bench:
 
     @cached_property
     def rates(self) -> DeviceRates:
-        """Of this device; read from the rows where they are there."""
+        """The rates of this device, read from the rows if an earlier item measured them."""
         for row in self.rows.read():
             if row.get("phase") == "load" and "bytes_per_s" in row:
                 return DeviceRates(row["bytes_per_s"], row["flops_per_s"])
         return measure_device(self.device, getattr(torch, self.dtype))
 
     def engine(self, batch: int, loaded: LoadedModel | None = None, **options) -> Engine:
-        """A new engine; the one before must not be held any more."""
+        """A new engine; the caller must not hold the previous one."""
         release_memory(self.device)
         settings = DecodingSettings(
             dtype=self.dtype,
@@ -74,38 +74,38 @@ class Bench:
 
 
 def fused_of(model) -> dict[str, object]:
-    """The layers that compute in the place of the model's own, by attribute."""
+    """The layers that replace the model's own, by attribute."""
     return {name: getattr(model, name, None) for name in FUSED}
 
 
 def set_fused(model, layers: dict[str, object]) -> None:
-    """Give the model these layers; new engines use them."""
+    """Set the model's fused layers; new engines use them."""
     for name, value in layers.items():
         if hasattr(model, name):
             setattr(model, name, value)
 
 
 def fused_name(model) -> str:
-    """What computes the model's layers, for a row."""
+    """The class name of the model's fused layers, or "none"; for a row."""
     return next((type(layers).__name__ for layers in fused_of(model).values() if layers is not None), "none")
 
 
 def release_memory(device: torch.device) -> None:
-    """Give back what nothing refers to."""
+    """Collect garbage and return unused memory to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def memory_now(device: torch.device) -> dict[str, float]:
-    """Gigabytes that torch holds on the device now and held at most."""
+    """The gigabytes that torch's tensors take on the device now and took at most."""
     if device.type != "cuda":
         return {}
     return {"memory_gb": torch.cuda.memory_allocated() / 1e9, "peak_gb": torch.cuda.max_memory_allocated() / 1e9}
 
 
 def is_fatal(error: BaseException) -> bool:
-    """Whether the CUDA context is lost: whatever comes after it fails too, or is wrong."""
+    """Whether the error loses the CUDA context: everything after it fails or is wrong."""
     if is_out_of_memory(error) or "out of memory" in str(error):
         return False
     return any(words in str(error) for words in FATAL_WORDS)

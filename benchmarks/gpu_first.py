@@ -1,12 +1,12 @@
-"""The CUDA path's run on a GPU that is there for minutes: correctness, step times, profile, attention blocks, gains.
+"""Run the CUDA path on a GPU lent for minutes: correctness, step times, profile, attention blocks, gains.
 
     python benchmarks/gpu_first.py --call 1 --deadline 300 --out DIR --texts DIR
     python benchmarks/gpu_first.py --call 2 --deadline 350 --out DIR --texts DIR
 
-Phases run in the order of their worth until the deadline; `docs/gpu.md` says what each answers. Every phase is a
-process with a limit, and nothing that one does stops the next: what measures with the large model is started again
-with the item after the one at which it ended, under safer options where a CUDA error ended it. Rows are in
-`rows.jsonl` as they come, what processes print is in `processes.log`, and the table is the last thing on stdout.
+Phases run until the deadline, the most valuable first; `docs/gpu.md` says which question each answers. Every phase is a
+process with a time limit, and its failure does not stop the next one. If a process with the large model ends early, it
+is started again at the next item; after a CUDA error, it is started with safer options. Rows go to `rows.jsonl` as they
+come, the output of processes to `processes.log`. The table is printed last.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from gpu_tests import BESIDE, BESIDE_TESTS, DEVICE_TESTS, SHORT_TESTS, run_corre
 
 STEPS = ("64/0", "1/0", "256/0", "64/8", "1/16", "256/4", "32/0", "32/16", "64/16", "64/0/unfused", "1/0/unfused")
 SMOKE_ITEMS = ("rates", "gemms", "steps/2/0", "steps/2/4", "gains/reki/2", "chosen/reki/2", "peers/2")
-NUM_SMOKE_STEPS = 4  # of them the first, which need no drafts
+NUM_SMOKE_STEPS = 4  # the first smoke items, which need no drafts
 PHASE_ITEMS = {
     "load": ("rates", "gemms"),
     "c": tuple(f"steps/{step}" for step in STEPS),
@@ -48,7 +48,7 @@ DEADLINE_S = {1: 300.0, 2: 350.0}
 
 
 def probe(run: Run) -> bool:
-    """Versions, the card, and whether everything that later phases import is there."""
+    """Record versions and the card; return whether there is a device and all later imports work."""
     code = (
         "import json, os, sys, torch, triton, numpy, transformers\n"
         "from importlib.metadata import version\n"
@@ -78,12 +78,12 @@ def probe(run: Run) -> bool:
 
 
 def run_phases(run: Run) -> int:
-    """All phases in their order. The exit status: 3 where nothing can be imported, 1 where something failed."""
+    """Run all phases in order. Return the exit status: 3 if the probe fails, 1 if anything else failed, otherwise 0."""
     options, phases = run.options, run.options.phases
     if "probe" in phases and not probe(run):
         return 3
     drafts = None
-    if "drafts" in phases:  # beside the tests: it compiles on one core
+    if "drafts" in phases:  # in parallel with the tests: it compiles on one core
         drafts = run.start(phases_words(run, ["drafts"], LADDER[0]), options.out / "drafts.log")
     if "a" in phases:
         run_correctness(run, DEVICE_TESTS, run.deadline.limit(110), sanitizes=True)
@@ -115,12 +115,12 @@ def run_phases(run: Run) -> int:
 
 
 def finished_drafts(run: Run) -> bool:
-    """Whether pools were built and drafted from by now."""
+    """Whether the pools have been built and drafted from by now."""
     return any(row.get("phase") == "drafts" and "seconds" in row for row in run.rows.read())
 
 
 def without_drafts(run: Run, items: list[str], process: subprocess.Popen) -> list[str]:
-    """The items that can be measured, once the process that tries drafting has ended: without drafts no gains."""
+    """Wait for the process that tries drafting; return the items that can be measured: gains only if it succeeded."""
     wait_for(process, run.deadline.limit(ITEM_S["drafts"]))
     if finished_drafts(run):
         return items
@@ -134,11 +134,11 @@ def without_drafts(run: Run, items: list[str], process: subprocess.Popen) -> lis
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line.
 
-    Raises SystemExit: a folder that a phase needs is missing.
+    Raises SystemExit if a folder that a phase needs is missing.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--call", type=int, choices=PHASES, default=1, help="which phases; default: 1")
-    parser.add_argument("--deadline", type=float, help="seconds in all; default: of the call")
+    parser.add_argument("--call", type=int, choices=PHASES, default=1, help="which list of phases to run; default: 1")
+    parser.add_argument("--deadline", type=float, help="seconds in all; default: the call's own")
     parser.add_argument("--out", type=Path, required=True, help="folder of rows, logs and test reports")
     parser.add_argument("--phases", help=f"instead of the call's, comma-separated: {', '.join(PHASES[1] + PHASES[2])}")
     parser.add_argument("--items", nargs="+", help="measure these items instead of the phases' own (gpu_phases.py)")
@@ -174,7 +174,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the phases, print the table."""
+    """Run the phases and print the table."""
     options = parse_arguments(words)
     options.out.mkdir(parents=True, exist_ok=True)
     run = Run(options, Deadline(options.deadline))

@@ -1,7 +1,7 @@
-"""Items of `gpu_phases.py` with texts: what drafts gain over plain decoding, and transformers on the same weights.
+"""Items of `gpu_phases.py` with texts: the gain of drafts over plain decoding, and transformers on the same weights.
 
-Prompts and pools are those that `pool_texts.py` wrote. Systems take turns: in each round every system answers the same
-prompts once, so that a ratio is one of the same minute. A round that would not end in time is left out.
+`pool_texts.py` wrote the prompts and the texts of the pools. In each round every system answers the same prompts once,
+in turns, so that a ratio compares passes of the same minute. A round that would not end in time is left out.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ MAX_COST_S = 15.0
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Prompts, tokens and systems of an item: (verifier, draft tokens) beside plain decoding, and rounds."""
+    """The prompts, tokens, systems and rounds of an item; `systems` are (verifier, draft tokens), besides plain."""
 
     num_prompts: int
     max_new_tokens: int
@@ -42,9 +42,9 @@ class Plan:
     num_rounds: int
 
 
-# Texts end where they end by themselves, nearly all of them before the limit; there are several batches of them, since
-# the last texts of a pass decode alone. Long answers have 380 tokens in the mean, descriptions 29. The first round of
-# two captures the CUDA graphs that a night has after its first batches.
+# Nearly all texts end by themselves before the limit. A pass has several batches of texts, since its last texts decode
+# alone. Long answers have 380 tokens on average, descriptions 29. The first of two rounds captures the CUDA graphs that
+# a night has after its first batches.
 PLANS = {
     ("reki", 64): Plan(256, 512, (("greedy", 8), ("relaxed", 8)), 2),
     ("reki", 1): Plan(4, 192, (("greedy", 16), ("relaxed", 16), ("relaxed", 32)), 2),
@@ -60,11 +60,11 @@ OTHER_BEGINNINGS = ("Please: ", "Now: ", "Next: ", "Again: ")
 SMOKE = Plan(2, 8, (("greedy", 4), ("relaxed", 4)), 1)
 PEER_AMOUNT = {1: (2, 96), 64: (64, 128)}  # prompts and tokens
 
-_texts: dict[str, tuple[SavedTask, dict]] = {}  # of this process
+_texts: dict[str, tuple[SavedTask, dict]] = {}  # cache of this process
 
 
 def texts_of(bench: Bench, name: str) -> tuple[SavedTask, dict]:
-    """A task and its pools, built once in a process."""
+    """A task and its pools, which are built once per process."""
     if name not in _texts:
         if bench.options.texts is None:
             raise FileNotFoundError("--texts is missing: a folder that pool_texts.py wrote")
@@ -79,7 +79,7 @@ def texts_of(bench: Bench, name: str) -> tuple[SavedTask, dict]:
 
 
 class PassWatch:
-    """Seconds of the steps that hold prompts and of those that do not, and the tokens that the latter write."""
+    """The seconds of steps with and without prompts, and the number of tokens that steps without prompts write."""
 
     def __init__(self) -> None:
         self.prompt_s = self.decode_s = 0.0
@@ -115,7 +115,7 @@ class PassWatch:
 
 
 def run_pass(bench: Bench, engine: Engine, system: EngineSystem, prompts, max_new_tokens: int) -> tuple[Pass, dict]:
-    """One system's texts for all prompts, and the values of its row."""
+    """Write one system's texts for all prompts; return the pass and the values of its row."""
     watch, clock = PassWatch(), StepClock()
     with watch.watching(engine), clock.watching(engine):
         done = system.run(prompts, engine.settings.batch_size, max_new_tokens)
@@ -140,7 +140,7 @@ def run_pass(bench: Bench, engine: Engine, system: EngineSystem, prompts, max_ne
 def measure_systems(
     bench: Bench, item: str, engine: Engine, systems: dict[str, EngineSystem], prompts, plan: Plan, extra: dict
 ) -> None:
-    """Rounds of all systems after a short one that compiles and captures; a row for each pass."""
+    """Run rounds of all systems after a short warm-up that compiles and captures; write a row for each pass."""
     warm = prompts[: engine.settings.batch_size]
     for system in systems.values():
         system.run(warm, engine.settings.batch_size, min(WARM_TOKENS, plan.max_new_tokens))
@@ -148,7 +148,7 @@ def measure_systems(
     orders = turns([name for name in systems if name != "plain"])
     for number in range(plan.num_rounds):
         start_s = time.monotonic()
-        for name in ("plain", *next(orders)):  # first, so that a round that is cut off has ratios
+        for name in ("plain", *next(orders)):  # plain first, so that a round that is cut off has ratios
             done, values = run_pass(bench, engine, systems[name], prompts, plan.max_new_tokens)
             plain_texts = plain_texts or done.texts
             same = sum(text == other for text, other in zip(done.texts, plain_texts, strict=True))
@@ -161,9 +161,9 @@ def measure_systems(
 
 
 def prompts_of(bench: Bench, saved: SavedTask, pools: dict, count: int) -> list[np.ndarray]:
-    """As many prompts; where there are fewer, the same questions again behind another first word.
+    """The first `count` prompts; if there are fewer, the same questions are repeated behind another first word.
 
-    So they share no prefix but the template's, and their texts are texts of their own, in the question's own group.
+    So the copies share only the template's prefix, get texts of their own, and stay in the question's group.
     """
     prompts = list(saved.task.held_out)
     num_shared = next(i for i, ids in enumerate(zip(*prompts, strict=False)) if len(set(map(int, ids))) > 1)
@@ -177,7 +177,7 @@ def prompts_of(bench: Bench, saved: SavedTask, pools: dict, count: int) -> list[
 
 
 def measure_gains(bench: Bench, item: str, name: str, batch_word: str) -> None:
-    """Plain decoding beside drafts of fixed sizes."""
+    """Measure plain decoding and drafts of fixed sizes."""
     batch = int(batch_word)
     plan = SMOKE if bench.options.smoke else PLANS[name, batch]
     saved, pools = texts_of(bench, name)
@@ -191,7 +191,7 @@ def measure_gains(bench: Bench, item: str, name: str, batch_word: str) -> None:
 
 
 def measure_chosen(bench: Bench, item: str, name: str, batch_word: str) -> None:
-    """Plain decoding beside the budgets that measured step costs choose."""
+    """Measure plain decoding and the budgets that measured step costs choose."""
     batch = int(batch_word)
     plan = SMOKE
     if not bench.options.smoke:
@@ -224,11 +224,11 @@ def measure_chosen(bench: Bench, item: str, name: str, batch_word: str) -> None:
 
 
 def measure_peers(bench: Bench, item: str, batch_word: str) -> None:
-    """`transformers.generate` on weights of its own, as it comes: eager launches and a growing cache."""
+    """Measure `transformers.generate` on its own copy of the weights, by default: eager launches, a growing cache."""
     batch = int(batch_word)
     saved = read_task(bench.options.texts, "reki")
     num_prompts, max_new_tokens = (2, 4) if bench.options.smoke else PEER_AMOUNT[batch]
-    bench.__dict__.pop("loaded", None)  # our model is not needed any more where this comes last
+    bench.__dict__.pop("loaded", None)  # frees our model; a later item loads it again
     release_memory(bench.device)
     model = widened_on(bench.options.model, GEOMETRIES[bench.options.geometry], bench.dtype, bench.device)
     model.set_attn_implementation("sdpa")
@@ -242,7 +242,7 @@ def measure_peers(bench: Bench, item: str, batch_word: str) -> None:
 
 
 def measure_drafts(bench: Bench, item: str) -> None:
-    """Build every pool and draft from it, which compiles what later processes read from the compiler's cache."""
+    """Build every pool and draft from it: this compiles code that later processes read from the compiler's cache."""
     start_s = time.perf_counter()
     for name in ("reki", "goodreads-items"):
         saved, pools = texts_of(bench, name)
@@ -253,7 +253,7 @@ def measure_drafts(bench: Bench, item: str) -> None:
 
 
 def _drafts_from(pool: Pool, saved: SavedTask, groups) -> int:
-    """Draft tokens of a few texts of the pool, halfway through."""
+    """The number of drafts made halfway through a few texts of the pool."""
     from laserbatch.pipeline.decoding.sequence import DecodingSequence, GenerationRequest
 
     sequences = []

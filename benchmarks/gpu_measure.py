@@ -1,4 +1,4 @@
-"""Phases of `gpu_first.py` with the large model: processes of `gpu_phases.py`, started again after a crash."""
+"""The phases of `gpu_first.py` with the large model: processes of `gpu_phases.py`, restarted after a crash."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from gpu_rows import FATAL_STATUS, items_begun, items_ended
 from gpu_run import MIN_PHASE_S, Run, kill_group, tail_of, wait_for
 
-START_S = 75.0  # of a measuring process until its first item: imports on a fresh machine
+START_S = 75.0  # until a measuring process begins its first item: imports on a fresh machine
 NUM_COMPILERS = 8
 COMPILE_S = 35.0
 ITEM_S = {
@@ -19,7 +19,7 @@ ITEM_S = {
 
 @dataclass(frozen=True)
 class Mode:
-    """How items are measured: options of `gpu_phases.py` and variables of its environment."""
+    """A way to measure items: options and environment variables of `gpu_phases.py`."""
 
     name: str
     words: tuple[str, ...] = ()
@@ -27,7 +27,7 @@ class Mode:
 
     @property
     def careful(self) -> "Mode":
-        """The same without graphs and with every launch waited for: an error is then raised where it happens."""
+        """The same mode without graphs and with blocking launches, so that an error is raised where it happens."""
         blocking = self.variables | {"CUDA_LAUNCH_BLOCKING": "1"}
         return Mode(f"{self.name}, no graphs, blocking", (*self.words, "--no-graphs"), blocking)
 
@@ -57,10 +57,10 @@ def phases_words(run: Run, items: Sequence[str], mode: Mode) -> list[str]:
 
 
 def measure(run: Run, items: Sequence[str], start_s: float = START_S) -> None:
-    """Measure all items, whatever becomes of one: a process for all of them, and another one after each crash.
+    """Measure all items in one process, and start another one after each crash.
 
-    An item that a CUDA error ends is tried without graphs, once in a run, then under each mode of the ladder; the items
-    after it go on in the mode in which it was measured, and as configured where it was measured in none.
+    An item that ends with a CUDA error is tried without graphs (once in a run), then in each mode of the ladder. Later
+    items use the mode in which it was measured, or the configured mode if no mode worked.
     """
     left, rung, without_graphs, was_careful, num_empty = list(items), 0, False, False, 0
     while left:
@@ -98,9 +98,9 @@ def measure(run: Run, items: Sequence[str], start_s: float = START_S) -> None:
 
 
 def measure_once(run: Run, items: Sequence[str], mode: Mode, start_s: float) -> tuple[str | None, bool, str]:
-    """One measuring process. The item at which it ended before its time, whether by a CUDA error, and why.
+    """Run one measuring process; return the item at which it ended early, whether by a CUDA error, and the reason.
 
-    None: it came to its end, or ended before its first item; `run.begun` has the items that it began.
+    The item is None if the process finished or ended before its first item; `run.begun` has the items that it began.
     """
     log, rows = run.log_path, run.rows
     start, num_before = run.log_size(), len(rows.read())
@@ -137,7 +137,7 @@ def measure_once(run: Run, items: Sequence[str], mode: Mode, start_s: float) -> 
 
 
 def compile_attention(run: Run, items: Sequence[str]) -> None:
-    """Compile the attention kernels of phase e in several processes; the one that times them reads Triton's cache."""
+    """Compile phase e's attention kernels in several processes; the process that times them reads Triton's cache."""
     limit_s = run.deadline.limit(COMPILE_S)
     if not limit_s or run.options.smoke:
         return

@@ -1,16 +1,15 @@
-"""Whole nights of a large model on one GPU: seconds by stage, and the share of them in which the GPU computes.
+"""Whole nights of a large model on one GPU: seconds by stage, and the share of the time in which the GPU computes.
 
     python benchmarks/gpu_night.py --out DIR --deadline 330
 
-A sample world of as many users as items; the bundled model in a large geometry (`widen.py`), made on the device and
-written to a folder in memory. Then nights of the command line, a process each: the first writes every text and has no
-pools; the second is ten days later, so that most users have changed, and drafts from the pools and from each entity's
-previous text; `plain` is the second without drafts, `ctr` the second with CTR training. All begin with a copy of the
-workspace that the first left. `second/3` is the second night with three workers that share the GPU, `second/auto` with
-as many as the program chooses. Rows are in `rows.jsonl` as they come; a night that the deadline ends leaves the
-stages that it finished.
-
-The GPU's share is the mean of what nvidia-smi samples as `utilization.gpu`: the time in which at least one kernel runs.
+The sample world has as many users as items. The bundled model is widened to a large geometry (`widen.py`) on the device
+and written to a folder in memory. Then each night runs as a process by the command line. `first` writes every text and
+has no pools. `second` is ten days later, so that most users have changed; it drafts from the pools and from each
+entity's previous text. `plain` is the second night without drafts, `ctr` the second night with CTR training. These
+three begin with a copy of the workspace that the first night left. `second/3` has three workers that share the GPU;
+with `second/auto` the program chooses their number. Rows are in `rows.jsonl` as they come; if the deadline ends a
+night, its row has the finished stages. The GPU's share is the mean of `utilization.gpu` as nvidia-smi samples it: the
+share of the time in which at least one kernel runs.
 """
 
 import argparse
@@ -39,7 +38,7 @@ from laserbatch.pipeline.storage.manifest import RunManifest
 
 FIRST_DATE = LAST_DATE - datetime.timedelta(days=10)
 BENCHMARKS = Path(__file__).parent
-SAMPLE_MS = 100  # between two looks at the GPU
+SAMPLE_MS = 100  # between two samples of the GPU's utilisation
 NO_CTR = {"night": {"train_ctr": False}}
 MAKE_MODEL = """
 import sys, torch
@@ -58,7 +57,7 @@ NIGHTS = {  # name: date, what the configuration changes
 
 
 def night_and_workers(words: str) -> tuple[str, int | None]:
-    """A night's name and its number of workers, of NIGHT/WORKERS; None: chosen by the program."""
+    """Parse NIGHT/WORKERS into a night's name and its number of workers; None: the program chooses it."""
     night, _, workers = words.partition("/")
     if night not in NIGHTS or not (workers in ("", "auto") or workers.isdigit()):
         raise argparse.ArgumentTypeError(f"{words}: expected NIGHT/WORKERS, NIGHT one of {', '.join(NIGHTS)}")
@@ -68,7 +67,7 @@ def night_and_workers(words: str) -> tuple[str, int | None]:
 def configuration(
     folder: Path, model: Path, options: argparse.Namespace, num_workers: int | None, changes: dict
 ) -> dict:
-    """The configuration of a night: the demo's tables and the large model."""
+    """The configuration of a night: the sample world's tables, the large model, and the night's `changes`."""
     settings = {
         "workspace": str(folder / "workspace"),
         "tables": {"path": str(folder / "tables")},
@@ -82,7 +81,7 @@ def configuration(
 
 
 class GpuWatch:
-    """Samples of the GPU's utilisation while a block runs: (seconds since the epoch, share); none without a GPU."""
+    """Samples the GPU's utilisation while a block runs; without a GPU there are no samples."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._process = path, None
@@ -100,7 +99,7 @@ class GpuWatch:
             kill_group(self._process)
 
     def busy(self, spans: Sequence[tuple[float, float]]) -> float | None:
-        """The mean share over spans of time; None where nothing was sampled."""
+        """The mean utilisation within spans of time (seconds since the epoch); None without samples."""
         lines = self._path.read_text().splitlines()[:-1] if self._process is not None else []
         shares = [float(line.split(",")[0]) / 100 for line in lines if line.split(",")[0].strip().isdigit()]
         step_s = (self._end_s - self._start_s) / max(1, len(shares))  # samples are evenly spread
@@ -110,7 +109,7 @@ class GpuWatch:
 
 
 def writing_span(events: Path) -> tuple[float, float] | None:
-    """When the first of a run's shards was begun and the last one was done, in seconds since the epoch.
+    """The start of a run's first shard and the end of its last one, in seconds since the epoch; None without shards.
 
     Texts of the audit are not counted.
     """
@@ -125,7 +124,7 @@ def writing_span(events: Path) -> tuple[float, float] | None:
 
 
 def night_values(run_folder: Path, watch: GpuWatch) -> dict:
-    """What a night's manifest and the samples say."""
+    """A row's values from a night's manifest and the GPU samples."""
     manifest = RunManifest.load(run_folder / "manifest.json")
     sides = {}
     for side, figures in manifest.generation.sides.items():
@@ -160,7 +159,7 @@ def run_night(
     rows: Rows,
     deadline: Deadline,
 ) -> bool:
-    """One night of the command line; whether it ended by itself and well."""
+    """Run one night by the command line and write its row; return whether the night succeeded in time."""
     (date, changes), name = NIGHTS[night], f"{night}-{num_workers or 'auto'}"
     limit_s = deadline.limit(600)
     if not limit_s:
@@ -195,10 +194,10 @@ def run_night(
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Tables, the model, the nights. The exit status is 1 where one failed."""
+    """Make tables and model, and run the nights. The exit status is 1 if any of these failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of rows and logs")
-    parser.add_argument("--folder", type=Path, help="where the model and the workspace go; default: in memory")
+    parser.add_argument("--folder", type=Path, help="folder for the model and the workspace; default: in memory")
     parser.add_argument("--entities", type=int, default=2000, help="users, and as many items; default: 2000")
     parser.add_argument("--geometry", choices=GEOMETRIES, default="8b-gqa")
     parser.add_argument("--batch", type=int, default=128)

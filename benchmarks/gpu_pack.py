@@ -1,10 +1,10 @@
-"""What a GPU machine without a network needs for whole nights, in one small archive: Ray, LightGBM, a text encoder.
+"""Pack what a GPU machine without a network needs for whole nights into one archive: Ray, LightGBM, a text encoder.
 
     python benchmarks/gpu_pack.py --out .night           # here: downloads, 4 minutes, 42 MB
     python3 benchmarks/gpu_pack.py --unpack .night --to .site   # there: seconds
 
-Ray is left without what a night does not import and without symbols. The encoder's matrices are rounded to 8 bits, a
-scale for each row, so its vectors are near those of the package but not the same: the archive serves measurements.
+Ray is packed without symbols and without the parts that a night does not import. The encoder's matrices are rounded to
+8 bits with one scale per row, so its vectors are close to the package's, but not equal: use it only for measurements.
 """
 
 import argparse
@@ -32,7 +32,7 @@ FILTERS = ({"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 9})
 
 
 def download(folder: Path, python_version: str) -> None:
-    """The wheels of `REQUIREMENTS` for Linux on x86-64, in the versions of constraints.txt."""
+    """Download the wheels of `REQUIREMENTS` for Linux on x86-64, in the versions of constraints.txt."""
     constraints = Path(__file__).parents[1] / "constraints.txt"
     pinned = dict(line.strip().split("==") for line in constraints.read_text().splitlines() if "==" in line)
     words = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", folder]
@@ -42,7 +42,7 @@ def download(folder: Path, python_version: str) -> None:
 
 
 def unpack_wheels(wheels: Path, folder: Path) -> None:
-    """The wheels' files but those of `LEFT_OUT`, symbols removed."""
+    """Unpack the wheels' files except those of `LEFT_OUT`, and strip symbols."""
     for wheel in sorted(wheels.glob("*.whl")):
         with zipfile.ZipFile(wheel) as archive:
             names = [name for name in archive.namelist() if not any(fnmatch.fnmatch(name, out) for out in LEFT_OUT)]
@@ -52,7 +52,7 @@ def unpack_wheels(wheels: Path, folder: Path) -> None:
 
 
 def pack_encoder(source: Path, folder: Path) -> None:
-    """A copy of an encoder's folder whose matrices are int8, with a float32 scale a row."""
+    """Copy an encoder's folder with its matrices as int8 and one float32 scale per row."""
     from safetensors.numpy import load_file, save_file
 
     folder.mkdir()
@@ -69,7 +69,7 @@ def pack_encoder(source: Path, folder: Path) -> None:
 
 
 def restore_encoder(folder: Path) -> None:
-    """Write float32 weights in the place of the rounded ones."""
+    """Replace the rounded weights with float32 weights."""
     from safetensors.numpy import load_file, save_file
 
     packed, tensors = load_file(folder / "rounded.safetensors"), {}
@@ -102,7 +102,7 @@ def pack(out: Path, python_version: str) -> None:
 
 
 def unpack(packed: Path, to: Path) -> None:
-    """Extract the archive; the encoder is in `to/encoder` then."""
+    """Extract the archive; the encoder is then in `to/encoder`."""
     to.mkdir(parents=True, exist_ok=True)
     with lzma.open(packed / ARCHIVE) as file, tarfile.open(fileobj=file, mode="r|") as archive:
         archive.extractall(to, filter="tar")
@@ -118,7 +118,7 @@ def main(words: Sequence[str] | None = None) -> None:
     action.add_argument("--out", type=Path, help="folder of the archive to write")
     action.add_argument("--unpack", type=Path, help="folder of the archive to extract")
     parser.add_argument("--to", type=Path, default=Path(".site"), help="where it is extracted; default: .site")
-    parser.add_argument("--python-version", default="3.12", help="of the GPU machine; default: 3.12")
+    parser.add_argument("--python-version", default="3.12", help="Python of the GPU machine; default: 3.12")
     options = parser.parse_args(words)
     if options.out:
         pack(options.out, options.python_version)

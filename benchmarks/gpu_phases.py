@@ -1,10 +1,10 @@
-"""The measurements of `gpu_first.py` that need the large model: a list of items, each with rows of its own.
+"""The measurements of `gpu_first.py` that need the large model: a list of items, each of which writes rows.
 
     python benchmarks/gpu_phases.py --out DIR steps/64/0 steps/64/8 gains/reki/64
 
-Rows are appended to `rows.jsonl` as they come, and so is when an item begins and ends: whoever started this process
-sees at which item it ended and can go on with the next. The model is made where it runs, once per process. An item
-that fails writes a row that says why; a CUDA error ends the process, since nothing after it can be believed.
+Rows are appended to `rows.jsonl` as they come, and so are the beginning and the end of each item: the parent process
+sees at which item this one ended and can go on with the next. The model is made on its device, once per process. An
+item that fails writes a row with the reason. A CUDA error ends the process, since no result after it can be trusted.
 
 Items: `rates`, `gemms`, `steps/BATCH/NODES[/unfused]`, `attention/CONTEXT`, `gains/TASK/BATCH`, `chosen/TASK/BATCH`,
 `peers/BATCH`, `drafts` (pools are built and asked for drafts once, which compiles them; no model is loaded).
@@ -28,11 +28,11 @@ from widen import GEOMETRIES
 
 from laserbatch.pipeline.decoding.device_memory import is_out_of_memory
 
-SMALL_CACHE_TOKENS = 150_000  # tried where memory ran out
+SMALL_CACHE_TOKENS = 150_000  # tried after memory ran out
 
 
 def run_item(bench: Bench, item: str) -> None:
-    """Run one item; its rows are written by whoever measures."""
+    """Run one item; the measuring function writes its rows."""
     kind, *words = item.split("/")
     if kind == "rates":
         rates = bench.rates
@@ -50,7 +50,7 @@ def run_item(bench: Bench, item: str) -> None:
 
 
 def attempt(bench: Bench, item: str) -> None:
-    """Run an item, with a smaller cache where memory runs out; a failure becomes a row."""
+    """Run an item, again with a smaller cache if memory runs out; a failure becomes a row."""
     for max_cache_tokens in (bench.max_cache_tokens, SMALL_CACHE_TOKENS):
         bench.max_cache_tokens = max_cache_tokens
         try:
@@ -79,7 +79,7 @@ def phase_of(item: str) -> str:
 
 
 def main(words: list[str] | None = None) -> None:
-    """Run the items in their order."""
+    """Run the items in order."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("items", nargs="+")
     parser.add_argument("--out", type=Path, required=True)
@@ -91,7 +91,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--no-graphs", action="store_true", help="no CUDA graphs")
     parser.add_argument("--max-cache-tokens", type=int)
     parser.add_argument("--profile", action="store_true", help="profile a step of some items")
-    parser.add_argument("--compile-only", help="I/N: this share of the attention kernels, compiled and not timed")
+    parser.add_argument("--compile-only", help="I/N: compile this share of the attention kernels, do not time them")
     parser.add_argument("--until", type=float, default=float("inf"), help="seconds that are left")
     parser.add_argument("--smoke", action="store_true", help="few and short steps")
     parser.add_argument("--crash-at", help="for tests: end at this item as a crash would")

@@ -1,8 +1,8 @@
-"""What the rows of `gpu_first.py` say: the table that it ends with, beside predictions, and the figures asked for.
+"""The report on the rows of `gpu_first.py`: the table that it prints last, with predictions, and the figures.
 
     python benchmarks/gpu_report.py RUN/rows.jsonl [RUN/rows.jsonl ...] --json results/gpu_first.json
 
-Of several runs every row is kept with its run's number; the table and the figures are those of the newest rows.
+The file keeps every row of all runs with its run's number; the table and the figures use the newest rows.
 """
 
 import argparse
@@ -22,7 +22,7 @@ PREDICTED_MS = {
     (64, 8): 29.1, (256, 4): 57.0,
 }  # fmt: skip
 PREDICTED_FUSED_MS = {(1, 0): 6.2, (64, 0): 8.3, (256, 0): 16.1, (64, 8): 19.4, (32, 16): 21.5}
-PREDICTED_GAINS = {  # of whole texts over plain decoding, by batch and system
+PREDICTED_GAINS = {  # of drafts over plain decoding for whole texts, by batch and system
     1: {"greedy K4": 3.9, "greedy K8": 5.8, "relaxed K4": 4.4, "relaxed K8": 7.6},
     32: {"greedy K4": 3.8, "greedy K8": 4.5, "relaxed K4": 4.2, "relaxed K8": 5.8},
     64: {"greedy K4": 3.1, "greedy K8": 2.9, "relaxed K4": 3.5, "relaxed K8": 3.7},
@@ -37,15 +37,15 @@ WANTED_GAINS = {
 WANTED_GREEDY_SHARE = 0.6  # of the relaxed gain
 WANTED_CHOSEN = 0.98  # of plain decoding
 NUM_KERNELS = 12
-FEW_CAPTURES = 4  # of graphs, in a pass
+FEW_CAPTURES = 4  # graph captures in a pass
 
-Gains = dict[tuple[str, int], dict[str, list[float]]]  # by task and batch, then system: ratios to plain, by round
+Gains = dict[tuple[str, int], dict[str, list[float]]]  # by task and batch, then system: ratio to plain of each round
 
 
 def gains_of(rows: Sequence[dict], quantity: str = "tokens_per_s") -> Gains:
     """Ratios to plain decoding within each round of each item.
 
-    A pass that captures many graphs is slower than a night's steps: where a system has rounds of few captures, only
+    A pass that captures many graphs is slower than a night's steps: if a system has rounds with few captures, only
     these count.
     """
     rounds: dict[tuple, dict[str, dict]] = defaultdict(dict)
@@ -69,7 +69,7 @@ def gains_of(rows: Sequence[dict], quantity: str = "tokens_per_s") -> Gains:
 
 
 def figures_of(rows: Sequence[dict]) -> Iterator[Figure]:
-    """The figures whose rows are there."""
+    """The figures that the rows have."""
     for row in rows:
         if row.get("phase") != "c" or row.get("nodes") != 0 or "roofline_share" not in row or "unfused" in row["item"]:
             continue
@@ -95,7 +95,7 @@ def figures_of(rows: Sequence[dict]) -> Iterator[Figure]:
 
 
 def report(rows: Sequence[dict]) -> str:
-    """All tables and figures; what failed comes last."""
+    """All tables and figures; failures come last."""
     parts = [_load(rows), _steps(rows), _profiles(rows), _attention(rows), _gains(rows), _peers(rows), _tests(rows)]
     figures = sorted(figures_of(rows), key=lambda figure: figure.met)
     parts.append("\n".join(map(str, figures)))
@@ -154,7 +154,7 @@ def _profiles(rows: Sequence[dict]) -> str:
 
 
 def _attention(rows: Sequence[dict]) -> str:
-    """Of each problem the default's time and the three fastest settings."""
+    """The default's time and the three fastest settings of each problem."""
     problems: dict[tuple, list[dict]] = defaultdict(list)
     for row in rows:
         if row.get("phase") == "e" and "us" in row and row.get("right"):
@@ -219,7 +219,7 @@ def size_of(rows: Sequence[dict]) -> int | None:
 
 
 def newest(runs: Sequence[Sequence[dict]]) -> list[dict]:
-    """The rows of each phase and item that the last of the runs that measured it has."""
+    """The rows of each phase and item from the last run that measured it."""
     by_item: dict[tuple, list[dict]] = {}
     for rows in runs:
         own: dict[tuple, list[dict]] = defaultdict(list)
@@ -231,7 +231,7 @@ def newest(runs: Sequence[Sequence[dict]]) -> list[dict]:
 
 
 def main() -> None:
-    """Print the report of some runs, and write all their rows."""
+    """Print the report on the newest rows, and write the rows of all runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=Path, nargs="+", help="rows.jsonl of each run, the oldest first")
     parser.add_argument("--json", type=Path, required=True)

@@ -7,14 +7,14 @@ from typing import Any
 
 from common import jsonable
 
-FATAL_STATUS = 70  # of a process that met a CUDA error
+FATAL_STATUS = 70  # exit status of a process that met a CUDA error
 
 
 @dataclass(frozen=True)
 class Rows:
     """A file of rows.
 
-    A row has `phase` and `item`, and `failed` where there is a reason instead of a result; other lines say which item
+    A row has `phase` and `item`, and `failed` if there is a reason instead of a result; other lines mark where an item
     began or ended.
     """
 
@@ -29,7 +29,7 @@ class Rows:
         self._append({"event": event, "item": item})
 
     def read(self) -> list[dict]:
-        """All lines that are whole."""
+        """All complete lines."""
         if not self.path.exists():
             return []
         lines = self.path.read_text(encoding="utf-8").split("\n")
@@ -42,10 +42,10 @@ class Rows:
 
 
 def items_begun(rows: list[dict]) -> list[str]:
-    """Items that began, in their order."""
+    """The items that began, in order."""
     return [row["item"] for row in rows if row.get("event") == "begin"]
 
 
 def items_ended(rows: list[dict]) -> set[str]:
-    """Items that came to their end, whether they failed or not."""
+    """The items that ended, whether they failed or not."""
     return {row["item"] for row in rows if row.get("event") == "end"}

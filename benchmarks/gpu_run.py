@@ -1,4 +1,4 @@
-"""What the phases of `gpu_first.py` share: one deadline, the rows, and processes that end when they must."""
+"""Shared code of the phases of `gpu_first.py`: one deadline, the rows, and processes with a time limit."""
 
 import argparse
 import os
@@ -12,12 +12,12 @@ from pathlib import Path
 from common import REPOSITORY
 from gpu_rows import Rows
 
-RESERVE_S = 5.0  # for the table
+RESERVE_S = 5.0  # to print the table
 MIN_PHASE_S = 8.0
 
 
 class Deadline:
-    """The seconds that are left of the whole run."""
+    """The deadline of the whole run."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -28,7 +28,7 @@ class Deadline:
         return self._end_s - self._clock() - RESERVE_S
 
     def limit(self, wanted_s: float) -> float:
-        """The seconds that a phase may take; 0 where too few are left to begin it."""
+        """The seconds that a phase may take; 0 if too few are left to begin it."""
         left_s = self.left()
         return min(wanted_s, left_s) if left_s >= MIN_PHASE_S else 0.0
 
@@ -40,12 +40,12 @@ class Run:
         self.options, self.deadline = options, deadline
         self.rows = Rows(options.out / "rows.jsonl")
         self.log_path = options.out / "processes.log"
-        self.variables: dict[str, str] = {}  # that later processes are started with
-        self.attention: str | None = None  # for decoding.attention, where the tests say that the kernel is wrong
-        self.begun: list[str] = []  # items that the newest measuring process began
+        self.variables: dict[str, str] = {}  # environment of later processes
+        self.attention: str | None = None  # value for decoding.attention, if tests find the kernel wrong
+        self.begun: list[str] = []  # items that the last measuring process began
 
     def start(self, words: Sequence[str], log: Path, variables: dict[str, str] | None = None) -> subprocess.Popen:
-        """A process in a group of its own, whose output goes to a file."""
+        """Start a process in a new process group, with its output in a file."""
         paths = (str(REPOSITORY / "benchmarks"), str(REPOSITORY), os.environ.get("PYTHONPATH"))
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
         with open(log, "ab") as file:
@@ -62,28 +62,28 @@ class Run:
             )
 
     def log_size(self) -> int:
-        """Bytes of the log so far."""
+        """The size of the log in bytes."""
         return self.log_path.stat().st_size if self.log_path.exists() else 0
 
     def say(self, text: str) -> None:
-        """A line of progress."""
+        """Print a line of progress."""
         print(f"[{self.deadline.left():5.0f} s left] {text}", flush=True)
 
     def fail(self, phase: str, item: str, reason: str, **values) -> None:
-        """A row that says what was not done and why."""
+        """Write a row that says what was not done and why."""
         self.rows.add(phase, item, failed=reason, **values)
         self.say(f"{item}: {reason}"[:400])
 
 
 def kill_group(process: subprocess.Popen) -> None:
-    """End a process and all that it started."""
+    """Kill a process and all processes of its group."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def wait_for(process: subprocess.Popen, limit_s: float) -> int | None:
-    """The exit status; None where the limit ended it."""
+    """Wait for a process and kill its group; return its exit status, or None if it exceeded the limit."""
     try:
         return process.wait(max(0.1, limit_s))
     except subprocess.TimeoutExpired:
@@ -93,7 +93,7 @@ def wait_for(process: subprocess.Popen, limit_s: float) -> int | None:
 
 
 def tail_of(path: Path, start: int, length: int = 1500) -> str:
-    """The end of what was appended to a log after `start`."""
+    """The last `length` characters that were appended to a log after byte `start`."""
     with open(path, "rb") as file:
         file.seek(start)
         return file.read().decode(errors="replace")[-length:]

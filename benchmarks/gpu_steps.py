@@ -1,7 +1,7 @@
 """Items of `gpu_phases.py` without texts: times of a step, of the GEMMs alone, and of one layer's attention.
 
-A step's texts are random tokens and its drafts random trees of one size, so that every step of a row computes equally
-many tokens, at contexts of about 600. Texts do not end, and no timed step holds a prompt.
+The texts are random tokens and the drafts random trees of one size, so that every step of a row computes the same
+number of tokens, at contexts of about 600. Texts do not end, and no timed step computes a prompt.
 """
 
 import time
@@ -35,7 +35,7 @@ PROFILED = {(64, 0), (64, 8), (1, 0), (256, 0), (256, 4)}  # batch and draft tok
 EAGER = {(64, 0), (1, 0)}  # also timed without CUDA graphs
 NUM_KERNELS = 40
 GEMM_ROWS = (1, 32, 64, 256, 320, 576, 1088)
-GEMM_USED_SHARE = 16  # as in roofline.py: zeros are multiplied at a higher clock
+GEMM_USED_SHARE = 16  # as in roofline.py: the device multiplies zeros at a higher clock
 BATCHES = {600: (1, 64, 256), 4000: (1, 64)}  # of the attention items, by context
 TREES = (0, 8)
 BLOCKS = (  # keys, rows, warps, stages
@@ -48,7 +48,7 @@ class DoesNotFit(Exception):
 
 
 class FixedTrees(Drafter):
-    """Drafts of one size, random tokens on random branches."""
+    """Drafts one fixed tree of random tokens on random branches."""
 
     def __init__(self, num_nodes: int, vocab_size: int) -> None:
         rng = np.random.default_rng(0)
@@ -61,7 +61,7 @@ class FixedTrees(Drafter):
 
 
 class StepClock:
-    """When the device had a step's numbers and when its verdicts were on the host: outside that the device waits."""
+    """Times at which the device gets a step's inputs and the host its verdicts; outside this span the device waits."""
 
     def __init__(self) -> None:
         self.began_s = self.ended_s = 0.0
@@ -120,13 +120,13 @@ class StepClock:
 
 
 def random_requests(batch: int, num_tokens: int, vocab_size: int, max_new_tokens: int) -> list[GenerationRequest]:
-    """As many texts as the batch holds, none of which begins like another."""
+    """`batch` requests with random prompts of `num_tokens` tokens, which share no prefix."""
     prompts = np.random.default_rng(1).integers(8, vocab_size, (batch, num_tokens)).astype(np.int32)
     return [GenerationRequest(str(number), prompt, None, None, max_new_tokens) for number, prompt in enumerate(prompts)]
 
 
 def take_step(engine: Engine, stream: Stream) -> Step:
-    """One step of the engine; what went wrong in it is raised here."""
+    """Take one step of the engine; raises the errors of the step."""
     failures = [admitted for admitted in stream.scheduler.admit() if isinstance(admitted, GenerationFailure)]
     step = engine.submit_step(stream)
     if step is None:
@@ -140,9 +140,9 @@ def take_step(engine: Engine, stream: Stream) -> Step:
 
 
 def fill_batch(engine: Engine, stream: Stream, num_prompt_tokens: int) -> None:
-    """Compute the prompts, until every text of a full batch writes.
+    """Take steps until all texts of a full batch have their prompts computed.
 
-    Raises DoesNotFit: the cache is too small for the batch.
+    Raises DoesNotFit if the cache is too small for the batch.
     """
     batch = engine.settings.batch_size
     for _ in range(3 * batch * num_prompt_tokens // engine.max_prefill_tokens + 60):
@@ -154,7 +154,7 @@ def fill_batch(engine: Engine, stream: Stream, num_prompt_tokens: int) -> None:
 
 
 def measure_steps(bench: Bench, item: str, batch: int, num_nodes: int, fused: bool) -> None:
-    """Steps of one batch size with drafts of one size."""
+    """Time steps of one batch size with drafts of one size."""
     is_smoke = bench.options.smoke
     model = bench.loaded.model
     fused_before, num_timed = fused_of(model), 3 if is_smoke else NUM_TIMED
@@ -242,7 +242,7 @@ def without_graphs(buffered: cuda_graphs.BufferedForward) -> Iterator[None]:
 
 
 def _timed(engine: Engine, stream: Stream, clock: StepClock, num_steps: int) -> tuple[list[float], list[float], int]:
-    """Milliseconds of each step, those in which the device computes, and the tokens of a step."""
+    """The milliseconds of each step, those of them in which the device computes, and the number of tokens of a step."""
     wall, device = [], []
     for _ in range(num_steps):
         start_s = time.perf_counter()
@@ -253,7 +253,7 @@ def _timed(engine: Engine, stream: Stream, clock: StepClock, num_steps: int) -> 
 
 
 def profile_step(bench: Bench, item: str, engine: Engine, stream: Stream) -> None:
-    """Kernels of one step by name: how often each was launched and what all its launches took."""
+    """Write a row with the kernels of one step: the name, number of launches and total time of each."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -280,7 +280,7 @@ def profile_step(bench: Bench, item: str, engine: Engine, stream: Stream) -> Non
 
 
 def timed_ms(run: Callable[[], object], device: torch.device, num_times: int = 5) -> float:
-    """Milliseconds of a call, the median; on CUDA replayed from a graph."""
+    """The median milliseconds of a call, replayed from a graph on CUDA; on a CPU the time of one call."""
     run()
     if device.type != "cuda":
         start_s = time.perf_counter()
@@ -306,9 +306,9 @@ def timed_ms(run: Callable[[], object], device: torch.device, num_times: int = 5
 
 @torch.inference_mode()
 def measure_gemms(bench: Bench, item: str) -> None:
-    """Products with a layer's weights, for all layers, and with the head's: what no engine can do without.
+    """Time the products with all layers' weights and with the head's, which every engine must compute.
 
-    Weights of one layer stand for all: they are larger than the device's cache.
+    The weights of one layer are used for all layers: they are larger than the device's cache.
     """
     sizes, device = GEOMETRIES[bench.options.geometry], bench.device
     dtype, hidden = getattr(torch, bench.dtype), sizes.hidden_size
@@ -345,7 +345,7 @@ def measure_gemms(bench: Bench, item: str) -> None:
 
 
 def measure_attention(bench: Bench, item: str, context: int) -> None:
-    """One layer's attention under the default block sizes and others."""
+    """Time one layer's attention with the default block sizes and with others."""
     from laserbatch.pipeline.decoding.attention.triton_attention import Blocks
 
     names = ("keys", "rows", "num_warps", "num_stages")
@@ -378,10 +378,10 @@ def measure_attention(bench: Bench, item: str, context: int) -> None:
 
 
 def _compile(problem, options: dict) -> None:
-    """Compile the kernel for this problem, into Triton's cache on disk."""
+    """Compile the kernel for this problem into Triton's cache on disk."""
     from attention import kernel_system
 
     try:
         kernel_system(problem, **options)()
-    except Exception as error:  # the process that times it says so
+    except Exception as error:  # the process that times the kernel reports it
         print(f"{options}: {error}"[:200], flush=True)

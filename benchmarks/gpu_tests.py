@@ -1,4 +1,4 @@
-"""Phase A of `gpu_first.py`: is the CUDA path right? The tests that need the device, and a check of memory accesses."""
+"""Phase A of `gpu_first.py`, the correctness of the CUDA path: tests on the device and a check of memory accesses."""
 
 import json
 import os
@@ -22,7 +22,7 @@ BESIDE = (
     "tests/research/test_training.py", "tests/research/test_recommenders.py", "tests/ctr/test_train.py",
     "tests/encoding/test_encoder.py",
 )  # fmt: skip
-BESIDE_TESTS = "on_a_device and not medusa2"  # which wants peft
+BESIDE_TESTS = "on_a_device and not medusa2"  # medusa2 needs peft
 SMOKE_TESTS = ("tests/decoding/test_prefix_index.py", "tests/decoding/test_token_tree.py")
 NUM_TEST_PROCESSES = 12
 SANITIZER_S = 80.0
@@ -32,7 +32,7 @@ ALONE = re.compile(r"^(tests/\S+::.+) (PASSED|FAILED|ERROR|SKIPPED)(?: \(.*\))?(
 
 
 def pytest_words(files: Sequence[str], junit: Path | None, num_processes: int, *more: str) -> list[str]:
-    """The command of a test run that prints a line for every test."""
+    """The command of a test run that prints one line per test."""
     words = [sys.executable, "-m", "pytest", "-v", "-rN", "--tb=short", "-p", "no:cacheprovider"]
     words += ["-p", "block_override"]
     if num_processes > 1:
@@ -41,7 +41,7 @@ def pytest_words(files: Sequence[str], junit: Path | None, num_processes: int, *
 
 
 def results_of(log: str) -> dict[str, str]:
-    """Outcome of each test in the log of `pytest -v`, whether it came to its end or not."""
+    """The outcome of each test in the log of `pytest -v`, also if the run did not finish."""
     outcomes: dict[str, str] = {}
     for line in log.splitlines():
         if match := ALONE.match(line):
@@ -52,7 +52,7 @@ def results_of(log: str) -> dict[str, str]:
 
 
 def judge_tests(results: dict[str, str], files: Sequence[str], status: int | None) -> tuple[str, list[str]]:
-    """Outcome of a test run, and what is wrong with it. A file of which nothing passed is wrong too."""
+    """The outcome of a test run and its faults; a file in which no test passed is a fault too."""
     red = [f"{outcome} {name}" for name, outcome in results.items() if outcome in ("FAILED", "ERROR")]
     for file in files:
         if not any(name.startswith(file) and outcome == "PASSED" for name, outcome in results.items()):
@@ -87,9 +87,9 @@ def run_tests(
 
 
 def sanitizer_words(find: Callable[..., str | None] = shutil.which) -> list[str] | None:
-    """The command that checks the memory accesses of a small pack; None where there is no compute-sanitizer.
+    """The command that checks the memory accesses of a small pack; None if there is no compute-sanitizer.
 
-    Without torch's caching allocator every tensor is an allocation of its own, or most overruns would be inside one.
+    It turns off torch's caching allocator, which would hide most overruns: many tensors would share an allocation.
     """
     program = find("compute-sanitizer") or find("compute-sanitizer", path=os.pathsep.join(SANITIZER_FOLDERS))
     if program is None:
@@ -99,7 +99,7 @@ def sanitizer_words(find: Callable[..., str | None] = shutil.which) -> list[str]
 
 
 def run_correctness(run: Run, files: Sequence[str], limit_s: float, sanitizes: bool) -> None:
-    """The tests that need the device, beside them the sanitizer, and the block sizes that make red cases right."""
+    """Run the tests on the device, with the sanitizer in parallel; if kernel tests fail, try other block sizes."""
     log = run.options.out / "sanitizer.log"
     words = sanitizer_words() if sanitizes else None
     watched = run.start(words, log) if words else None
@@ -122,7 +122,7 @@ def run_correctness(run: Run, files: Sequence[str], limit_s: float, sanitizes: b
 
 
 def choose_blocks(run: Run, red: Sequence[str]) -> None:
-    """Repeat red cases of the kernel without pipelining, then with eight warps; wrong still: attention is torch's."""
+    """Repeat the kernel's failed tests without pipelining, then with eight warps too; if they still fail, use torch."""
     for changes in ({"num_stages": 1}, {"num_stages": 1, "num_warps": 8}):
         limit_s = run.deadline.limit(40)
         if not limit_s:

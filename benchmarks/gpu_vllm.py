@@ -1,4 +1,4 @@
-"""vLLM beside our engine on one GPU: the same weights, prompts and minutes, one deadline.
+"""Compare vLLM with our engine on one GPU: the same weights, prompts and minutes, with one deadline.
 
     python benchmarks/gpu_vllm.py --texts .dev/texts --out OUT --deadline 420
 
@@ -7,11 +7,11 @@ twice, plain and with drafts from our pools (chains of at most `--draft-tokens`,
 more with its own n-gram drafts where no batch is above 64. Each has an equal part of the device's memory. Systems take
 turns, and only one computes at a time. A row follows each pass, but for those that warm up.
 
-All systems get the whole list of prompts, and at most as many requests as the batch size are live: our engine is made
-for that size, vLLM gets a new request when it returns a finished one. That is a step or two later than its own
-scheduler would fill the place, less than 1 % of these texts' steps; in return one vLLM serves all batch sizes. Its
-options are its defaults but for memory: CUDA graphs, torch.compile, the engine core in a process of its own, and
-asynchronous scheduling, which it turns off for custom proposers. Its prefix cache is emptied before each pass, as ours.
+All systems get the whole list of prompts, with at most as many live requests as the batch size. Our engine is made for
+that size; vLLM gets a new request when it returns a finished one. Its own scheduler would fill the place a step or two
+earlier, which is less than 1 % of these texts' steps; in return one vLLM serves all batch sizes. vLLM's options are its
+defaults except for memory: CUDA graphs, torch.compile, the engine core in a separate process, and asynchronous
+scheduling, which it turns off for custom proposers. Both engines empty their prefix caches before each pass.
 """
 
 import argparse
@@ -59,7 +59,7 @@ SMOKE = Plan(6, 24, (("greedy", 4), ("relaxed", 8)), 1)
 
 @dataclass
 class Contest:
-    """The processes that still answer, the rows, and texts that others are compared with."""
+    """The processes that still answer, the rows, and the texts to compare with."""
 
     options: argparse.Namespace
     deadline: Deadline
@@ -73,7 +73,7 @@ class Contest:
         self._warm: set[tuple[str, int]] = set()
 
     def drop(self, worker: Worker, reason: str, **where: Any) -> None:
-        """Leave out all systems of a process that failed."""
+        """Drop a failed process, and thereby all its systems."""
         self.rows.add("vllm", worker.name, failed=reason[:2000], **where)
         print(f"{worker.name}: {reason[-1500:]}", flush=True)
         worker.close()
@@ -84,7 +84,7 @@ class Contest:
         return self.workers.get(system if system in VLLMS else OURS)
 
     def run(self, name: str, batch: int, number: int, prompts: list[list[int]], max_tokens: int) -> None:
-        """A pass of one system, and its row; number -1 is the warm-up, which has none unless it fails."""
+        """Run a pass of one system and write its row; number -1 is the warm-up, which has a row only if it fails."""
         is_warm_up, worker = number < 0, self.worker_of(name)
         if worker is None:
             return
@@ -114,17 +114,17 @@ class Contest:
         print(f"[{left_s:4.0f} s left] {batch} {name}: {speed:.0f} tokens/s, {growth:.2f} a step", flush=True)
 
     def warm_up(self, batch: int, prompts: list[list[int]], plan: Plan, names: Iterable[str]) -> None:
-        """Have each system answer a batch: ours whole texts, since it captures a CUDA graph when it first needs it."""
+        """Run a batch on each system; ours writes whole texts, since it captures CUDA graphs when first needed."""
         for name in names:
             is_ours = name not in VLLMS
             if self.deadline.left() > 0 and (name, batch) not in self._warm:
                 max_tokens = plan.max_new_tokens if is_ours else min(WARM_TOKENS, plan.max_new_tokens)
                 self.run(name, batch, -1, prompts[:batch], max_tokens)
-        # Our engine of another batch size is gone.
+        # Our engine of any other batch size is freed.
         self._warm = {warmed for warmed in self._warm if warmed[1] == batch} | {(name, batch) for name in names}
 
     def batch(self, batch: int, prompts: list[list[int]], plan: Plan, rounds: range) -> None:
-        """A warm-up pass of every system, then rounds, as far as time allows."""
+        """Warm up every system, then run rounds as time allows."""
         self.warm_up(batch, prompts, plan, (*ALWAYS, *drafted_systems(plan)))
         orders = turns(drafted_systems(plan))
         for number in rounds:
@@ -135,13 +135,13 @@ class Contest:
 
 
 def drafted_systems(plan: Plan) -> list[str]:
-    """Names of our engine's systems that draft."""
+    """The names of our engine's drafting systems."""
     return [f"{verifier} K{size}" for verifier, size in plan.systems]
 
 
 def start_vllm(options: argparse.Namespace, name: str, cache_tokens: int, drafts: Path | None) -> Worker:
-    """A vLLM, with our proposer where there are drafts; its caches of compiled code are its own."""
-    # The cache's size is set, since vLLM cannot find out what is free while other processes start.
+    """Start a vLLM with its own cache of compiled code; with our proposer unless `drafts` is None."""
+    # The KV cache has a fixed size, since vLLM cannot measure free memory while other processes start.
     engine = ENGINE | {"kv_cache_memory_bytes": cache_tokens * BYTES_PER_TOKEN}
     config, environment = None, dict(ON_A_GPU)
     if options.smoke:
@@ -161,7 +161,7 @@ def start_vllm(options: argparse.Namespace, name: str, cache_tokens: int, drafts
 
 
 def start_ours(options: argparse.Namespace, cache_tokens: int | None, num_prompts: int) -> Worker:
-    """Our engine's process, which makes the model."""
+    """Start our engine's process, which makes the model."""
     names = ("model", "texts", "folder", "out")
     payload = {name: str(getattr(options, name)) for name in names} | {"num_prompts": num_prompts}
     payload |= {"geometry": options.geometry, "max_cache_tokens": cache_tokens, "threads": 1 if options.smoke else 4}
@@ -216,7 +216,7 @@ def start_all(contest: Contest, plans: dict[int, Plan]) -> list[list[int]]:
 
 
 def medians_of(rows: list[dict]) -> dict[int, dict[str, float]]:
-    """Median tokens a second of each system, by batch size."""
+    """Median tokens per second of each system, by batch size."""
     speeds: dict[int, dict[str, list[float]]] = {}
     for row in rows:
         if "tokens_per_s" in row:
@@ -228,7 +228,7 @@ def medians_of(rows: list[dict]) -> dict[int, dict[str, float]]:
 
 
 def figures_of(rows: list[dict]) -> Iterator[Figure]:
-    """Our engine beside vLLM, plain and with the same pools."""
+    """The figures that compare our engine with vLLM, plain and with the same pools."""
     for batch, medians in medians_of(rows).items():
         relaxed = max((speed for name, speed in medians.items() if name.startswith("relaxed")), default=None)
         for system, speed, other, wanted in (
@@ -242,7 +242,7 @@ def figures_of(rows: list[dict]) -> Iterator[Figure]:
 
 
 def print_table(rows: list[dict]) -> None:
-    """Medians of tokens a second, and their ratios to plain vLLM, by batch size."""
+    """Print median tokens per second and their ratios to plain vLLM by batch size; then starts and failures."""
     for batch, medians in medians_of(rows).items():
         for name, speed in medians.items():
             ratio = f"{speed / medians[VLLM]:.2f} of vLLM" if VLLM in medians else ""
@@ -253,20 +253,20 @@ def print_table(rows: list[dict]) -> None:
 
 
 def main(words: list[str] | None = None) -> None:
-    """Start all, let them take turns, print a table."""
+    """Start all processes, let them take turns, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of rows.jsonl and logs")
     parser.add_argument("--texts", type=Path, required=True, help="folder that pool_texts.py wrote")
     parser.add_argument("--deadline", type=float, default=420.0, help="seconds of the whole run")
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="folder of the small model")
     parser.add_argument("--geometry", default="8b-gqa")
-    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/widened"), help="model folder, to be written")
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/widened"), help="model folder to write")
     parser.add_argument("--scratch", type=Path, default=Path("/tmp/gpu-vllm"), help="folder of the drafts' pool")
     parser.add_argument("--batch", type=int, nargs="+", default=[64, 256, 1, 32], help="batch sizes, in this order")
-    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS, help="of a batch size; more where time is left")
-    parser.add_argument("--draft-tokens", type=int, default=4, help="of our proposer in vLLM")
+    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS, help="rounds per batch size; more if time is left")
+    parser.add_argument("--draft-tokens", type=int, default=4, help="draft tokens of our proposer in vLLM")
     parser.add_argument("--vllm-python", default=sys.executable, help="interpreter that has vLLM")
-    parser.add_argument("--vllm-path", help="folder of packages that vLLM's processes import besides")
+    parser.add_argument("--vllm-path", help="additional folder of packages for vLLM's processes")
     parser.add_argument("--json", type=Path, help="write the rows and figures to this file")
     parser.add_argument("--smoke", action="store_true", help="everything once, on a CPU with a tiny model")
     options = parser.parse_args(words)

@@ -1,9 +1,9 @@
-"""Our engine of `gpu_vllm.py`, in a process of its own: it makes the model, writes its folder, and answers prompts.
+"""The process of our engine in `gpu_vllm.py`: it makes the model, writes its folder, and answers prompts.
 
     python benchmarks/gpu_vllm_ours.py '{"folder": ..., "out": ..., "texts": ..., ...}'
 
-Answers are lines, as those of `peers_worker.py`: the first when the folder is written, the second with all prompts when
-the pools are built, then one for each line that comes in. An engine lives as long as its batch size is asked for.
+It prints lines like `peers_worker.py`: the first when the folder is written, the second with all prompts when the pools
+are built, then one for each line on stdin. It keeps one engine, and replaces it when the batch size changes.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Ours:
     systems: dict[str, EngineSystem] = field(default_factory=dict)
 
     def answer(self, name: str, batch: int, prompts: list[list[int]], max_tokens: int) -> dict:
-        """Texts without end tokens, and what a pass took."""
+        """Run a pass; return its texts without end tokens, its seconds and its counts."""
         if self.engine is None or self.engine.settings.batch_size != batch:
             self.engine = None
             self.systems.clear()
@@ -71,13 +71,13 @@ def make_model(bench: Bench, folder: Path) -> dict[str, float]:
     made_s = time.perf_counter()
     write_folder(dict(model.state_dict()), options.model, folder, geometry, bench.dtype)
     written_s = time.perf_counter()
-    # What `bench.loaded` is: the model is made once.
+    # Sets the cached property `bench.loaded`, so that the model is made only once.
     bench.__dict__["loaded"] = prepare_model(model, load_tokenizer(options.model), f"{options.geometry}-{bench.dtype}")
     return {"make_s": made_s - start_s, "write_s": written_s - made_s, **memory_now(bench.device)}
 
 
 def main() -> None:
-    """Answer until nobody asks."""
+    """Answer lines until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     settings = json.loads(sys.argv[1])

@@ -1,4 +1,4 @@
-"""Processes of `gpu_vllm.py` that hold one engine each and answer lines of JSON. Knows no engine."""
+"""Worker processes of `gpu_vllm.py`: each holds one engine and answers lines of JSON. Knows no engine."""
 
 import json
 import os
@@ -19,7 +19,7 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """A process that answers a line of JSON with one; the rest of its output goes to a log file."""
+    """A process that answers each line of JSON with another; the rest of its output goes to a log file."""
 
     def __init__(self, name: str, command: list[str], out: Path, environment: dict[str, str]) -> None:
         self.name, self.log, self.begun_s = name, out / f"{name}.log", time.monotonic()
@@ -38,7 +38,7 @@ class Worker:
                 self._answers.put((time.monotonic(), line.removeprefix(MARK)))
 
     def ask(self, limit_s: float, **question: Any) -> dict:
-        """Ask, and wait for the answer."""
+        """Send a question and wait for the answer."""
         if self._process.stdin is None or self._process.poll() is not None:
             raise WorkerError(f"ended with {self._process.poll()}")
         try:
@@ -49,7 +49,7 @@ class Worker:
         return self.answer(limit_s)
 
     def answer(self, limit_s: float) -> dict:
-        """The next answer. Raises WorkerError, with the end of the log."""
+        """Wait for the next answer. Raises WorkerError with the end of the log if none comes."""
         end_s = time.monotonic() + limit_s
         while True:
             has_ended = self._process.poll() is not None
@@ -62,12 +62,12 @@ class Worker:
                     raise WorkerError(f"{reason}: {tail_of(self.log, 0)}") from None
 
     def close(self) -> None:
-        """End it and what it started."""
+        """Kill the worker and the processes that it started."""
         kill_group(self._process)
 
 
 def device_memory_mb(which: str = "used") -> float:
-    """What all processes hold on the device, or its "total"; 0 without one."""
+    """The memory in MiB that all processes use on the device, or the device's "total"; 0 without a device."""
     command = ["nvidia-smi", f"--query-gpu=memory.{which}", "--format=csv,noheader,nounits"]
     try:
         return float(subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split()[0])

@@ -1,15 +1,15 @@
-"""Answers of the form that a template asks for, by a real language model: what guiding keeps, saves and costs.
+"""Guided answers in a template's form by a real language model: the share that is kept, the savings and the cost.
 
     python benchmarks/guided.py --models DIR --quick --json guided.json
 
-DIR has the folder `smollm2-135m-instruct`, SmolLM2-135M-Instruct as safetensors; where it is missing nothing is
-measured. The templates of four frameworks ask about viewers and films of MovieLens 100K. Each is answered three times
-at the same batch size: without guiding, guided plainly, and guided with greedy drafts of up to 8 tokens from prompt and
+DIR has the folder `smollm2-135m-instruct`, SmolLM2-135M-Instruct as safetensors; without it nothing is measured. The
+templates of four frameworks ask about viewers and films of MovieLens 100K. Each is answered three times at the same
+batch size: without guiding, guided without drafts, and guided with greedy drafts of up to 8 tokens from prompt and
 output.
 
-`kept` is the share of answers that a night keeps. `forced` is the share of a guided text's tokens that its grammar left
-no choice of; they are appended without a forward. `guiding` is the share of the time of writing that compiling
-grammars, masks and following them takes.
+`kept` is the share of answers that a night keeps. `forced` is the share of a guided text's tokens for which the grammar
+leaves no choice; they are appended without a forward. `guiding` is the share of the writing time spent on guiding:
+compiling grammars, making masks and following them.
 """
 
 import functools
@@ -38,7 +38,7 @@ from laserbatch.retrieval_pools.sources import SOURCE_FORM
 FRAMEWORKS = ("kar", "once", "trawl", "rlmrec")
 MAX_DRAFT_TOKENS, MIN_ACCEPTANCE = 8, 0.0
 MIN_KEPT, MAX_GUIDING = 31 / 32, 0.05
-# Guiding's own calls, none within another.
+# The calls that guiding consists of; none is called within another.
 CALLS = ((guided, "begin"), (guided, "advance"), (guided.GuidedLogits, "masks"), (Guide, "num_allowed"))
 COLUMNS = {
     "template": "{template}", "way": "{way}", "kept": "{kept:.2f}", "tokens": "{length:.0f}", "forced": "{forced:.2f}",
@@ -48,7 +48,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Scale:
-    """Questions of each template, and the most tokens of an answer."""
+    """The number of questions per template, and the maximum number of tokens of an answer."""
 
     num_texts: int
     max_new_tokens: int
@@ -60,7 +60,7 @@ FULL, QUICK, SMOKE = Scale(32, 200), Scale(16, 80), Scale(2, 24, ("once",))
 
 @contextmanager
 def timed_guiding() -> Iterator[list[float]]:
-    """Measure what guiding takes until the block ends: one figure, in seconds."""
+    """Sum the seconds that guiding takes within the block; yields a list with this one number."""
     seconds = [0.0]
 
     def timed(call: Callable) -> Callable:
@@ -81,7 +81,7 @@ def timed_guiding() -> Iterator[list[float]]:
 
 
 def measure(engine: Engine, task: Task, template: PromptTemplate, decoding: DecodingSettings) -> Iterator[dict]:
-    """A row of each way to answer a template's questions."""
+    """Yield a row for each way to answer a template's questions."""
     grammar = guiding_grammar(template, decoding)
     drafter = RetrievalDrafter(None, ("prompt", "output"), MAX_DRAFT_TOKENS, MIN_ACCEPTANCE)
     plain: list[GenerationResult] = []
@@ -118,7 +118,7 @@ def measure(engine: Engine, task: Task, template: PromptTemplate, decoding: Deco
 
 
 def figures_of(rows: Sequence[dict]) -> Iterator[Figure]:
-    """Answers that are kept, time that guiding takes, and drafted texts that must be the plain ones."""
+    """The figures: kept answers, time of guiding, and drafted texts that must equal the guided ones without drafts."""
     for row in rows:
         if row["way"] == "free":
             continue

@@ -1,18 +1,18 @@
-"""What a step takes on the host, the device's part left out, beside the least time that a GPU needs for that part.
+"""Host time of a step, without the device's part, compared with the least time that a GPU needs for the device's part.
 
     python benchmarks/host_time.py --quick --json host_time.json
 
-While the host commits, drafts and packs, a GPU is idle. The engine goes a GPU's way here (single-token cache, ragged
-steps, padded buffers), but its forward computes nothing: the target's choice is what a held-out text says at that
-place, so that drafts from a real pool are accepted as they would be. Times are medians of turns; launches, and what the
-device does of verification (`judge_rows`), are not counted: they queue behind the forward.
+While the host commits, drafts and packs, a GPU is idle. Here the engine takes a GPU's code path (single-token cache,
+ragged steps, padded buffers), but its forward computes nothing: the target's choice is the next token of a held-out
+text, so that drafts from a real pool are accepted as they would be. Times are medians over turns. Launches and the
+device's part of verification (`judge_rows`) are not counted: they queue behind the forward.
 
-Measured twice: steps of a full batch, by part; and whole streams of texts, which come and end, long ones (REKI) and
-short ones (goodreads). Of a stream's step the results of finished texts are told apart: they are decoded and handed
-over while the device computes the next step.
+There are two measurements: steps of a full batch, by part; and whole streams in which texts begin and end, long ones
+(REKI) and short ones (goodreads). In a stream the time for the results of finished texts is separate: they are decoded
+and handed over while the device computes the next step.
 
-The GPU's least time is a roofline: weights and cache read, products computed, at the rates that its maker gives. A real
-step takes longer, so the host's share of it is smaller than the one given, on a processor like this one.
+The GPU's least time is a roofline: reading weights and cache and computing products, at the rates that its maker gives.
+A real step takes longer, so the real share of the host is smaller than the reported one, on a processor like this one.
 """
 
 import itertools
@@ -46,20 +46,20 @@ from laserbatch.pipeline.decoding.verifiers import Greedy
 from laserbatch.retrieval_pools.index.pool import Pool
 
 SEED = 0
-MAX_HOST_SHARE = 0.15  # of a step, at JUDGED_BATCH with the geometry JUDGED
+MAX_HOST_SHARE = 0.15  # the host's share of a step, at JUDGED_BATCH in the geometry JUDGED
 JUDGED, JUDGED_BATCH = "7b-mha", 64
-GPU, BYTES_PER_S, FLOPS_PER_S = "H200", 4.8e12, 989e12  # as its maker gives them; bfloat16, dense
+GPU, BYTES_PER_S, FLOPS_PER_S = "H200", 4.8e12, 989e12  # the maker's rates; bfloat16, dense
 BYTES_PER_NUMBER = 2
 LONG, SHORT = "reki", "goodreads-items"
-DRAFT_THREADS = 2  # that draft side by side
+DRAFT_THREADS = 2  # threads that draft in parallel
 MIN_TOKENS_LEFT = 120  # a text must still have this many tokens to write when its measurement begins
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured: batch sizes, draft sizes, turns, steps in each, and the pool's texts.
+    """The amount of work: batch sizes, draft sizes, turns, steps per turn, and texts in the pool.
 
-    Streams have so many batches of texts, and so many turns.
+    A stream has `stream_batches` batches of texts.
     """
 
     batches: tuple[int, ...]
@@ -78,10 +78,10 @@ SMOKE = Scale((2,), (0, 4), 1, 3, 50, stream_batches=2, num_stream_turns=1)
 
 @dataclass(frozen=True)
 class Scripted:
-    """What stands where a step's logits would: `choices` int64[n], what is written after each wanted token."""
+    """Stands in for a step's logits: `choices`, int64[n], is the token that follows each wanted token in its text."""
 
     choices: np.ndarray
-    device = torch.device("meta")  # not the CPU, where drafts are judged in rounds
+    device = torch.device("meta")  # not "cpu", where drafts are judged in rounds
 
     @property
     def num_rows(self) -> int:
@@ -89,29 +89,29 @@ class Scripted:
 
 
 def judge_scripted(verifier, rows: Scripted, wanted: np.ndarray, parents, token_ids, sources) -> RowVerdicts:
-    """`judge_rows` of what is written anyway, verified greedily."""
+    """Replaces `judge_rows`: greedy verification against the scripted texts."""
     choices = rows.choices[wanted]
     return RowVerdicts(choices, np.ones(len(wanted), bool), token_ids == choices[parents], np.zeros(len(parents)))
 
 
 class ScriptedForward(BufferedForward):
-    """Fills a GPU's buffers, and computes nothing. An engine has one for good.
+    """Fills a GPU's buffers and computes nothing; permanently replaces an engine's forward.
 
     Parameters
     ----------
-    texts : whole texts, prompts included, by what of them is there when they are admitted, as bytes. What would come
-        after them is the model's end token.
+    texts : whole texts with their prompts, by the bytes of the tokens that are known at admission. The model's end
+        token follows each text.
 
     Attributes
     ----------
-    steps : of each forward so far its tokens, and those that were cached before.
+    steps : for each forward so far, the number of its tokens and the number of cached tokens.
     """
 
     def __init__(self, engine: Engine, texts: dict[bytes, np.ndarray], end_id: int) -> None:
         super().__init__(engine.runner.head, engine.cache, engine.device, None)
         self.steps: list[tuple[int, int]] = []
         self._script = np.full((engine.cache.max_rows, 2 * max(map(len, texts.values())) + 1024), end_id, np.int64)
-        self._rows: list[int] = []  # of the step's sequences
+        self._rows: list[int] = []  # cache rows of the step's sequences
         acquire, forward = engine.cache.acquire, engine.runner.forward
 
         def scripted_acquire(token_ids, *limits):
@@ -129,7 +129,7 @@ class ScriptedForward(BufferedForward):
         engine.cache.acquire, engine.runner.forward, engine.runner.buffered = scripted_acquire, scripted_forward, self
 
     def run(self, batch: Batch, metadata: AttentionMetadata) -> Scripted:
-        """What follows each token that is wanted, by its place in its row's text."""
+        """The scripted token that follows each wanted token."""
         self._run(batch, metadata)
         self.steps.append((len(batch), int(batch.num_committed.sum())))
         row_of = np.repeat(self._rows, batch.sizes)
@@ -140,7 +140,7 @@ class ScriptedForward(BufferedForward):
 
 
 def texts_of(corpus: Corpus, num_texts: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Held-out texts with their prompts, and of each what is there when it begins: the prompt and a part of it."""
+    """Held-out texts with their prompts, and the beginning of each: the prompt and a part of the text."""
     rng = np.random.default_rng(SEED)
     documents = [document for document in corpus.held_out if len(document.text_ids) > MIN_TOKENS_LEFT]
     whole, begun = [], []
@@ -155,7 +155,7 @@ def texts_of(corpus: Corpus, num_texts: int) -> tuple[list[np.ndarray], list[np.
 def host_parts(
     loaded: LoadedModel, corpus: Corpus, pool: Pool, batch: int, draft_size: int, scale: Scale, num_threads: int
 ) -> dict:
-    """One turn: mean milliseconds of each part of a step; what a text's step drafts and writes; all cached tokens."""
+    """One turn: mean milliseconds of each part of a step, a text's drafted and written tokens, all cached tokens."""
     engine = engine_of(loaded, batch, draft_size, max_cache_tokens=1 << 20)
     whole, begun = texts_of(corpus, batch)
     ScriptedForward(engine, {start.tobytes(): text for start, text in zip(begun, whole, strict=True)}, end_id=0)
@@ -163,7 +163,7 @@ def host_parts(
     with mock.patch.object(acceptance, "judge_rows", judge_scripted):
         row = profile(engine, drafter, begun, scale.num_steps, Greedy())
     parts = {part: row["parts_ms"][part] for part in HOST_PARTS}
-    parts["packing"] += row["parts_ms"]["other model"]  # buffers, as nothing else is left of the model
+    parts["packing"] += row["parts_ms"]["other model"]  # only the buffers: the model computes nothing
     return {
         "parts_ms": parts,
         "drafted_tokens_a_text": row["drafted_tokens_a_text"],
@@ -173,7 +173,7 @@ def host_parts(
 
 
 def drafter_of(pool: Pool, draft_size: int, num_threads: int) -> Drafter:
-    """Full trees, however unlikely."""
+    """A drafter of full trees, however unlikely their tokens are; NoDrafter for size 0."""
     if draft_size == 0:
         return NoDrafter()
     return RetrievalDrafter(pool, ("prompt", "output", "pool"), draft_size, 0.0, num_threads)
@@ -182,9 +182,9 @@ def drafter_of(pool: Pool, draft_size: int, num_threads: int) -> Drafter:
 def stream_turn(
     loaded: LoadedModel, corpus: Corpus, pool: Pool, batch: int, draft_size: int, num_texts: int, num_threads: int
 ) -> dict:
-    """One stream of whole texts, as many at once as the batch holds: what its steps take on the host, and would take.
+    """One stream of whole texts at a batch size: the host's time per step, and the GPU's least time per step.
 
-    `host_ms` without `results_ms`, which decoding and handing over take; both are means of steps.
+    `results_ms` is the time to decode and hand over results; `host_ms` excludes it. Both are means over steps.
     """
     end_id = int(loaded.tokenizer.eos_token_id)
     documents = [corpus.held_out[number % len(corpus.held_out)] for number in range(num_texts)]
@@ -230,7 +230,7 @@ def stream_turn(
 
 
 def least_ms(geometry: Geometry, num_tokens: int, num_cached: int) -> float:
-    """Milliseconds of a forward over so many tokens and a cache of so many, all of them with logits."""
+    """Least milliseconds of a forward over `num_tokens` tokens, all with logits, and `num_cached` cached tokens."""
     heads, kv_heads = geometry.num_heads * geometry.head_size, geometry.num_kv_heads * geometry.head_size
     layer = geometry.hidden_size * (2 * heads + 2 * kv_heads + 3 * geometry.intermediate_size)
     num_weights = geometry.num_layers * layer + geometry.hidden_size * geometry.vocab_size
@@ -239,7 +239,7 @@ def least_ms(geometry: Geometry, num_tokens: int, num_cached: int) -> float:
 
 
 def in_turns(draft_sizes: Sequence[int], num_turns: int, run: Callable[[int], dict]) -> dict[int, list[dict]]:
-    """What runs of each draft size found; those of one turn follow each other."""
+    """The results of `run` for each draft size, one per turn; each turn runs all sizes."""
     runs: dict[int, list[dict]] = {size: [] for size in draft_sizes}
     for _, order in zip(range(num_turns), turns(draft_sizes), strict=False):
         for size in order:
@@ -248,7 +248,7 @@ def in_turns(draft_sizes: Sequence[int], num_turns: int, run: Callable[[int], di
 
 
 def measure(loaded: LoadedModel, corpus: Corpus, pool: Pool, scale: Scale, num_threads: int) -> list[dict]:
-    """Rows of full batches: each batch size and draft size."""
+    """The rows of full batches, for each batch size and draft size."""
     rows = []
     for batch in scale.batches:
 
@@ -275,7 +275,7 @@ def measure(loaded: LoadedModel, corpus: Corpus, pool: Pool, scale: Scale, num_t
 def measure_streams(
     loaded: LoadedModel, corpora: dict[str, Corpus], pools: dict[str, Pool], scale: Scale, num_threads: int
 ) -> list[dict]:
-    """Rows of streams: each task, batch size and draft size."""
+    """The rows of streams, for each task, batch size and draft size."""
     rows = []
     for task, batch in itertools.product(corpora, scale.batches):
 
@@ -293,7 +293,7 @@ def measure_streams(
 
 
 def with_share(row: dict) -> dict:
-    """The row, and the host's share of a step in every geometry."""
+    """The row with the host's share of a step in every geometry."""
     host_ms = row["host_ms"].median
     return row | {"host_share": {name: host_ms / (host_ms + ms) for name, ms in row["least_ms"].items()}}
 
@@ -309,7 +309,7 @@ def describe_row(row: dict) -> str:
 
 
 def figures_of(rows: Sequence[dict]) -> list[Figure]:
-    """What was asked for."""
+    """The figures: the host's share at JUDGED_BATCH."""
     return [
         Figure.at_most(
             f"{_measured(row)}, {JUDGED}, batch {row['batch']}, drafts of {row['draft_size']}: host's share beside "

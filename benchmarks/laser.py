@@ -1,17 +1,17 @@
-"""LASER's experiments in kind (Xi et al., SIGIR 2025), each beside what its paper saw, and whether that is so here.
+"""LASER's experiments repeated (Xi et al., SIGIR 2025), each compared with the paper's result.
 
     python benchmarks/laser.py --quick --json OUT
 
-    a  knowledge under different samplings (its Table 1): AUC with texts of greedy decoding, of relaxed verification,
-       and sampled at two temperatures, beside none
-    b  one pool, random groups, routed groups, under greedy and relaxed verification (its Table 3)
-    c  verification by rank (top-k), by probability (top-p), by both (its Figure 6): speed, lengths, texts as plain ones
-    d  features as vectors, as cluster codes, as both (its Table 5)
-    e  what a night takes beside its forwards: drafting, grouping, pools (its Table 6)
+    a  knowledge under different samplings (the paper's Table 1): AUC with texts of greedy decoding, of relaxed
+       verification, and sampled at two temperatures, compared with AUC without texts
+    b  one pool, random groups, routed groups, under greedy and relaxed verification (Table 3)
+    c  verification by rank (top-k), probability (top-p) and both (Figure 6): speed, lengths, share equal to plain texts
+    d  features as vectors, as cluster codes, as both (Table 5)
+    e  the time of a night besides its forwards: drafting, grouping, pools (Table 6)
 
-Texts of b and c are the measuring model's on held-out prompts, which all answer in turns under one budget, so that only
-pools or rules differ; those of a, d and e are the bundled model's of nights in the sample world, whose ratings judge
-them. README.md says how to read the tables.
+In b and c the measuring model answers held-out prompts, with all systems in turns under one budget, so that only pools
+or rules differ. In a, d and e the bundled model writes nights of the sample world, whose ratings judge the texts.
+README.md says how to read the tables.
 """
 
 import tempfile
@@ -31,21 +31,21 @@ from tasks import TaskSize, tasks_of
 
 from laserbatch.pipeline.decoding.settings import Budget
 
-OURS = "preference"  # one pool, in which the own group's texts count more
-POOLS = ("global", "random", "group", OURS)  # GRP, RRP, CRP of the paper, and ours
+OURS = "preference"  # one pool, in which the texts of the entity's group count more
+POOLS = ("global", "random", "group", OURS)  # the paper's GRP, RRP and CRP, and ours
 RULES = {"top-1": "greedy", "top-k": "top_k", "top-p": "probability", "relaxed": "relaxed"}  # k = 2, p = 0.1
 OF_OURS = [(OURS, rule) for rule in RULES]
 ALONE = [*((pool, rule) for pool in POOLS[:-1] for rule in ("top-1", "relaxed")), *OF_OURS]
 BUDGET = Budget(32, 0.07)
-BATCH = 16  # of what is not measured alone
-MAX_NEW_TOKENS = 1024  # the paper's: texts that run on show it
+BATCH = 16  # batch size of the rows that are not measured at batch 1
+MAX_NEW_TOKENS = 1024  # the paper's limit: it exposes texts that do not end
 LONG, SHORT = "long answers", "descriptions"
-MARGIN = 0.005  # of AUC, within which texts are as good as others: the demo's
+MARGIN = 0.005  # the demo's equivalence margin of AUC
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Prompts alone and in batches, texts in the pool, of both kinds; repetitions; users and seeds of nights."""
+    """Both tasks' prompts at batch 1, prompts in batches and pool texts; repetitions; users and seeds of nights."""
 
     long: tuple[int, int, int]
     short: tuple[int, int, int]
@@ -60,7 +60,7 @@ SMOKE = Scale((1, 2, 20), (2, 4, 20), 1, 30, 2)
 
 
 def decoding_rows(model: Path, data: Path, cache: Path, scale: Scale) -> Iterator[dict]:
-    """Rows of b and c: each pool and rule on prompts alone, as in the paper; each rule in batches too."""
+    """The rows of b and c: each pool and rule at batch 1, as in the paper, and our pool with each rule in batches."""
     engines = Engines(model, "float32", "cpu")
     sizes = [TaskSize(max(alone, batched), num_pool) for alone, batched, num_pool in (scale.long, scale.short)]
     for task in tasks_of(model, data, engines.tokenizer, *sizes):
@@ -82,14 +82,14 @@ def decoding_rows(model: Path, data: Path, cache: Path, scale: Scale) -> Iterato
 
 
 def compared(own: Repetitions, plain: Repetitions) -> dict:
-    """What passes say beside those of plain decoding; steps and texts are the same in every repetition."""
+    """The values of passes, compared with plain decoding; steps and texts are the same in every repetition."""
     joined, others = ([Pass.joined(parts) for parts in passes] for passes in (own, plain))
     first, num_texts = joined[0], len(joined[0].texts)
     return {
         "num_texts": num_texts,
         "aal": first.num_accepted / first.num_steps,
         "tokens_per_step": first.tokens_per_step,
-        "retrieval_ms": 1e3 * Spread.of([run.drafting_s / num_texts for run in joined]).median,  # of a text
+        "retrieval_ms": 1e3 * Spread.of([run.drafting_s / num_texts for run in joined]).median,  # per text
         "retrieval_share": Spread.of([run.drafting_s / run.wall_s for run in joined]).median,
         "tokens_per_s": Spread.of([run.tokens_per_s for run in joined]),
         "speed": Spread.of(ratios(own, plain)),
@@ -102,7 +102,7 @@ def compared(own: Repetitions, plain: Repetitions) -> dict:
 
 
 def pools_figures(rows: Sequence[dict]) -> Iterator[Figure]:
-    """What the paper says of users' texts (of ML-10M): ours are long answers, alone."""
+    """Figures of b against the paper's on users' texts (ML-10M): ours are long answers at batch 1."""
     at = {(row["task"], row["pool"], row["rule"]): row for row in rows}
     one_pool, routed, random = (at[LONG, pool, "top-1"] for pool in ("global", "group", "random"))
     relaxed_one, relaxed = (at[LONG, pool, "relaxed"] for pool in ("global", "group"))
@@ -126,7 +126,7 @@ def pools_figures(rows: Sequence[dict]) -> Iterator[Figure]:
 
 
 def rules_figures(rows: Sequence[dict]) -> Iterator[Figure]:
-    """Speeds alone, lengths in batches, where there are more texts."""
+    """Figures of c: speeds at batch 1, and lengths in batches, which have more texts."""
     speed = {row["rule"]: row["tokens_per_s"].median for row in rows if (row["task"], row["batch"]) == (LONG, 1)}
     for rule in ("top-k", "top-p", "relaxed"):
         yield Figure.at_least(f"c: tokens a second, {rule} over top-1 (paper > 1)", speed[rule] / speed["top-1"], 1)
@@ -139,7 +139,7 @@ def rules_figures(rows: Sequence[dict]) -> Iterator[Figure]:
 
 
 def texts_figures(part: str, gains: str, differences: str, rows: Sequence[dict]) -> Iterator[Figure]:
-    """Texts help surely, and surely differ from greedy ones by no more than the margin; with what the paper saw."""
+    """Figures of a and d, by the bounds of intervals: texts help, and differ from greedy ones by at most the margin."""
     for row in rows[1:]:
         name = f"{part}: AUC, {row['texts']} as {row['form']}"
         yield Figure.at_least(f"{name} over none (paper {gains}), least of the interval", row["over_none"].low, 0)
@@ -171,7 +171,7 @@ OVER = {
     f"over {name}": f"{{over_{name}.value:+.4f}} ({{over_{name}.low:+.4f}} to {{over_{name}.high:+.4f}})"
     for name in ("none", "greedy")
 }
-COLUMNS = {  # of each part's table: head, and what stands below it of a row
+COLUMNS = {  # headings and format strings of each part's table
     "a": {"texts": "{texts}"} | AUC | OVER | {
         "tokens": "{mean_tokens:.0f}", "as greedy": "{share_as_greedy:.0%}", "cosine": "{cosine:.2f}"
     },
@@ -195,7 +195,7 @@ COLUMNS = {  # of each part's table: head, and what stands below it of a row
 
 
 def page_part(part: str, rows: Sequence[dict], figures: Sequence[Figure]) -> str:
-    """A part's rows, and below them whether they agree with the paper."""
+    """A part's table, and below it whether each figure agrees with the paper."""
     blank = {"mean_tokens": 0, "share_as_greedy": 0, "cosine": 0}
     unmet = {True: "NOT SHOWN", False: "DISAGREES"}
     verdicts = ["agrees" if figure.met else unmet[figure.name.endswith("of the interval")] for figure in figures]

@@ -1,6 +1,6 @@
-"""Nights of the sample world for `laser.py`: texts of several decodings, what CTR models make of them, where time goes.
+"""Nights of the sample world for `laser.py`: texts of several decodings, their effect on CTR models, and the times.
 
-Each night writes about everybody anew, after one and the same earlier night; pools are that one's, grouped its own way.
+Each night rewrites all texts after the same earlier night, and drafts from its pools, grouped in the night's own way.
 """
 
 import dataclasses
@@ -40,14 +40,14 @@ from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.tables.streamed import open_tables
 
 FIRST_DATE = LAST_DATE - datetime.timedelta(days=30)
-WORLD_SEED = 11  # on which nothing was trained or chosen
+WORLD_SEED = 11  # nothing was trained or chosen on this world
 SAMPLED_AT_ONCE = 64
 TEMPERATURES = (0.5, 1.0)
 SHARED = {
     "decoding.max_draft_tokens": 16, "decoding.min_acceptance": 0.07, "night.train_ctr": False, "night.num_audited": 0,
     "night.compare_with_plain": False, "gates.max_failed_share": 1.0,
 }  # fmt: skip
-AS_PUBLISHED = {"decoding.drafters": ["prompt", "output", "pool"]}  # without the entity's own text of before
+AS_PUBLISHED = {"decoding.drafters": ["prompt", "output", "pool"]}  # without the entity's previous text
 NIGHTS = {
     "vanilla": {"decoding.verifier": "greedy", "decoding.max_draft_tokens": 0},
     "resd": {"decoding.verifier": "greedy", "routing.scheme": "global", **AS_PUBLISHED},
@@ -57,12 +57,12 @@ NIGHTS = {
 
 
 def write_nights(folder: Path, num_users: int) -> tuple[dict[str, Night], list[dict]]:
-    """The last night under each of NIGHTS, and rows of the seconds that they took.
+    """Run the last night under each of NIGHTS; return the nights, and rows with their seconds.
 
-    Grouping is fitting the routers and asking them; pools are index and replays; generation is a worker's, who has its
-    model already, and drafting is part of it.
+    Grouping is fitting and querying the routers; pools are index and replays. Generation is the worker's time after it
+    has loaded its model, and includes drafting.
     """
-    publishing.judge = lambda measured, limits: []  # what gates would hold back is compared too
+    publishing.judge = lambda measured, limits: []  # no gate stops a night from being compared
     settings_of = sample_nights(folder, num_users, WORLD_SEED)
     seconds, nights, rows = Counter(), {}, []
     watch(seconds, "routing", night, "side_routes")
@@ -87,7 +87,7 @@ def write_nights(folder: Path, num_users: int) -> tuple[dict[str, Night], list[d
 
 
 def watch(seconds: Counter, purpose: str, module: object, name: str) -> None:
-    """Count what calls of a module's function take, for as long as the process lives."""
+    """Add the seconds of all calls of a module's function to `seconds`, until the process ends."""
     function = getattr(module, name)
 
     def timed(*arguments, **options):
@@ -100,7 +100,7 @@ def watch(seconds: Counter, purpose: str, module: object, name: str) -> None:
 
 
 def texts_of(nights: Mapping[str, Night], folder: Path) -> dict[str, RunFolder]:
-    """Texts and features of greedy decoding, relaxed verification, and sampling; all have codes of one codebook."""
+    """Runs with texts and features of greedy decoding, relaxed verification and sampling, by name; one codebook."""
     ours, plain = nights["ours"], nights["vanilla"].run
     greedy = {side: read_parquet(plain.knowledge_folder(side)) for side in SIDES}
     texts = {"greedy": greedy} | {f"sampled at {t:g}": _sampled(ours, greedy, t) for t in TEMPERATURES}
@@ -113,7 +113,7 @@ def texts_of(nights: Mapping[str, Night], folder: Path) -> dict[str, RunFolder]:
 
 
 def _sampled(of_prompts: Night, greedy: Mapping[str, pa.Table], temperature: float) -> dict[str, pa.Table]:
-    """Other texts for the entities of `greedy`, by the prompts of a night."""
+    """Sampled texts for the entities of `greedy`, from a night's prompts, as copies of its tables."""
     model, tokenizer = TransformersGenerate.load(SAMPLE_MODEL, temperature), AutoTokenizer.from_pretrained(SAMPLE_MODEL)
     knowledge, most = of_prompts.settings.effective_knowledge, of_prompts.settings.decoding.max_new_tokens
     tables = {}
@@ -123,7 +123,7 @@ def _sampled(of_prompts: Night, greedy: Mapping[str, pa.Table], temperature: flo
             entity.entity_id: render_prompt(template, entity, tokenizer, knowledge.max_prompt_tokens).token_ids
             for entity in iter_entities(of_prompts.tables, side, ids)
         }
-        ordered = sorted(ids, key=lambda entity_id: (len(prompts[entity_id]), entity_id))  # so that little is padded
+        ordered = sorted(ids, key=lambda entity_id: (len(prompts[entity_id]), entity_id))  # by length: little padding
         torch.manual_seed(SEED)
         written = model.run([prompts[entity_id] for entity_id in ordered], SAMPLED_AT_ONCE, most)
         texts = dict(zip(ordered, written.texts, strict=True))
@@ -139,10 +139,10 @@ def _sampled(of_prompts: Night, greedy: Mapping[str, pa.Table], temperature: flo
 
 
 def auc_rows(of_night: Night, texts: Mapping[str, RunFolder], num_seeds: int, margin: float) -> list[dict]:
-    """Rows of no texts, of each decoding's, and of greedy and relaxed ones as vectors and as codes ("IDs") alone.
+    """Rows without texts, with each decoding's texts, and with greedy and relaxed texts as only vectors or codes.
 
-    All are of the same rows, seeds and basis. `over_none` and `over_greedy` are differences of AUC over all models, the
-    latter in the same form; their 95 % intervals are over users and seeds.
+    All use the same data rows, seeds and basis. `over_none` and `over_greedy` are differences of AUC over all models,
+    the latter to greedy texts in the same form; their 95 % intervals are over users and seeds.
     """
     settings = CtrSettings(num_seeds=num_seeds)
     tables = open_tables(of_night.settings.tables.path)
@@ -184,7 +184,7 @@ def auc_rows(of_night: Night, texts: Mapping[str, RunFolder], num_seeds: int, ma
 
 
 def _without(knowledge: Knowledge, column: str) -> Knowledge:
-    """As if nobody had vectors, or codes."""
+    """The knowledge with one column, "vectors" or "codes", set to zero."""
 
     def emptied(of_side):
         return dataclasses.replace(of_side, **{column: getattr(of_side, column) * 0})
@@ -193,7 +193,7 @@ def _without(knowledge: Knowledge, column: str) -> Knowledge:
 
 
 def likeness(own: RunFolder, greedy: RunFolder) -> dict[str, float]:
-    """Mean length of texts, and the share of them that are greedy ones word for word."""
+    """The mean length of texts, and the share that equals the greedy texts word for word."""
     lengths, same = [], []
     for side in SIDES:
         ours, others = (read_parquet(run.knowledge_folder(side)).to_pylist() for run in (own, greedy))

@@ -1,16 +1,16 @@
-"""Drafters and rules of verification in one table: what each gains over plain decoding, and what it does to texts.
+"""Drafters and verification rules in one table: the gain of each over plain decoding, and its effect on texts.
 
     python benchmarks/methods.py --quick --json OUT
 
-All answer the same held-out prompts in turns, alone and in batches, under the same budgets of draft tokens. Drafters
-are compared under greedy verification, each alone and blended with a pool of the measuring model's texts on other
-prompts; rules by that pool's drafts; sampling rules at temperature 1 by the draws of one small model, of two lengths,
-under equal budgets (RSD, section 5). What is trained learns from the texts in the pool; a second table says how often
-it is right by depth, what the training took, and how many texts pay that back. Beside the speed over plain decoding of
-the same prompts: the length of texts over plain ones, and the share that is plain ones word for word. `mbsu` is the
-speed-up if reading parameters were all that counts: tokens a step over 1 + the drafter's share of the target's
-parameters times its forwards. `own_log_probability` is the model's mean log probability of a token of what was written,
-in nats: how far a rule leads away from what the model would write.
+All systems answer the same held-out prompts in turns, at batch 1 and in batches, under the same budgets of draft
+tokens. Drafters are compared under greedy verification, alone and blended with a pool of the measuring model's texts on
+other prompts. Rules are compared on that pool's drafts; sampling rules at temperature 1 on the draws of one draft model
+under equal budgets (RSD, section 5). Drafters are trained on the texts in the pool; a second table gives their accuracy
+by depth, their training time, and the number of texts that pay it back. Besides the speed, rows have the length of
+texts over that of plain ones, and the share of texts that equal plain ones. `mbsu` is the speed-up if only reading
+parameters took time: tokens per step over 1 + the drafter's share of the target's parameters times its forwards.
+`own_log_probability` is the model's mean log probability of the written tokens, in nats: it shows how far a rule leads
+away from the model's own texts.
 """
 
 import logging
@@ -48,16 +48,16 @@ logger = logging.getLogger("benchmarks")
 
 POOL = "preference"
 MIN_ACCEPTANCE = 0.07
-MAX_NEW_TOKENS = 1024  # texts that run on show it
-MAX_STRAY = 0.1  # a length may differ from that of plain texts by this share
+MAX_NEW_TOKENS = 1024  # high, to expose texts that do not end
+MAX_STRAY = 0.1  # the mean length may differ from that of plain texts by this share
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Amounts (`TaskSize`) of long answers and of descriptions; batches, budgets, repetitions.
+    """The arguments of `TaskSize` for long answers and for descriptions; batch sizes, budgets, repetitions.
 
-    In the largest batch all drafters have all budgets, and all rules the first, of which alone passes are repeated;
-    elsewhere drafters have the first, and fewer prompts are asked.
+    At the largest batch size, drafters run with all budgets and rules with the first; only the first is repeated. At
+    other batch sizes drafters run with the first budget, on fewer prompts.
     """
 
     long: tuple[int, ...]
@@ -76,7 +76,7 @@ SMOKE = Scale((2, 20), (4, 20), (2,), (8,), 1, (6,), (2,), 1)
 
 
 def measured(model: Path, data: Path, cache: Path, scale: Scale) -> tuple[list[dict], list[dict]]:
-    """A row for each task, temperature, batch, budget, and drafter or rule; and one for each trained drafter."""
+    """The rows by task, temperature, batch size, budget, and drafter or rule; and the rows of trained drafters."""
     engines = Engines(model, "float32", "cpu")
     judge = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     largest = engines.of_batch(max(scale.batches))
@@ -93,7 +93,7 @@ def measured(model: Path, data: Path, cache: Path, scale: Scale) -> tuple[list[d
 
 
 def deterministic_rows(engine, task: Task, pool, trained, judge, scale: Scale) -> Iterator[dict]:
-    """At temperature 0: every drafter under greedy verification, and every rule over the pool's drafts."""
+    """Rows at temperature 0: every drafter under greedy verification, and every rule on the pool's drafts."""
     batch, is_largest = engine.settings.batch_size, engine.settings.batch_size == max(scale.batches)
     prompts = task.held_out if is_largest else task.held_out[: 2 * batch + 2 if task.is_long else 4 * batch + 8]
     methods = settings_by_method(trained)
@@ -124,7 +124,7 @@ def deterministic_rows(engine, task: Task, pool, trained, judge, scale: Scale) -
 
 
 def forwards_share(method: str, trained) -> float:
-    """Parameters that a step's drafting reads, as a share of the target's."""
+    """The parameters that drafting reads in a step, as a share of the target's."""
     kind = method.removeprefix("pool + ").removesuffix(", tree").replace("model", "small")
     if kind not in trained:
         return 0.0
@@ -132,7 +132,7 @@ def forwards_share(method: str, trained) -> float:
 
 
 def sampled_rows(engine, task: Task, small: Trained, scale: Scale) -> Iterator[dict]:
-    """At temperature 1: every rule by draws of the small model, of one length and of one budget."""
+    """Rows at temperature 1: every sampling rule on the draft model's draws, by length and budget."""
     batch = engine.settings.batch_size
     sampling = Engine(engine.loaded, DecodingSettings(verifier="greedy", temperature=1.0, batch_size=batch))
     budget = Budget(max(scale.draw_budgets), 0.0)
@@ -152,9 +152,9 @@ def sampled_rows(engine, task: Task, small: Trained, scale: Scale) -> Iterator[d
 
 
 def facts_of(kind: str, drafter: Trained, rows: Sequence[dict]) -> dict:
-    """How good a trained drafter is, and how many texts of each task pay its training back, by pools and it together.
+    """A trained drafter's accuracy, and the number of texts of each task that pay back its training time.
 
-    None: with it nothing is saved over the pool alone, of the largest batch and first budget.
+    It compares the pool with and without the drafter at the largest batch and first budget; None: no time is saved.
     """
     pays_back, first = {}, next(row["budget"] for row in rows if row["budget"])
     name = {"small": "model, tree"}.get(kind, kind)
@@ -174,7 +174,7 @@ def facts_of(kind: str, drafter: Trained, rows: Sequence[dict]) -> dict:
 
 @torch.inference_mode()
 def own_log_probability(model, prompts: Sequence[np.ndarray], texts: Sequence[Sequence[int]]) -> float:
-    """Mean log probability of a token of the answers, each after its prompt and what came before it."""
+    """The model's mean log probability of the tokens of all texts, each given its prompt and the tokens before it."""
     sums = np.zeros(2)
     for prompt, text in zip(prompts, texts, strict=True):
         ids = torch.tensor([[*prompt.tolist(), *text]])
@@ -185,7 +185,7 @@ def own_log_probability(model, prompts: Sequence[np.ndarray], texts: Sequence[Se
 
 
 def figures_of(rows: Sequence[dict], drafters: Sequence[dict]) -> Iterator[Figure]:
-    """Greedy texts are plain ones; no rule lets lengths drift; what blending gains; who draws best."""
+    """The figures: equality of greedy texts, drift of lengths, gains of blending, sampling rules, heads by depth."""
     first = next(row["budget"] for row in rows if row["budget"])
     for task, batch in dict.fromkeys((row["task"], row["batch"]) for row in rows if row["temperature"] == 0):
         at = {

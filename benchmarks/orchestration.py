@@ -1,16 +1,16 @@
-"""What a night takes beside its forwards: reading, planning, carrying over, encoding, pools; time and memory by stage.
+"""Time and memory of a night without its forwards, by stage: reading, planning, carrying over, encoding, pools.
 
     python benchmarks/orchestration.py --quick --json orchestration.json
 
-Four nights of a made-up world of so many entities: the first writes all texts, on the second nothing has changed, on
-the third and on the fourth one entity in twenty. The third replays texts to calibrate its pools, as every fifth night
-does where so many change; the fourth keeps that calibration. Each is a process of its own. The model and the encoder
-are stand-ins: texts are put together from a fixed vocabulary, vectors from a fixed table; their time is a row of its
-own ("write", with the loading of the tokenizer that goes on beside it) or nothing. Everything else is the night as it
-runs. `seconds` is wall time, `cpu_seconds` the processor's. `peak MB` counts mapped files too, which the kernel may
-take back, `own MB` does not. "carry, beside write" goes on while texts are written, for longer: it is no part of the
-driver's share of the night. The stand-in waits for it, so that its time is its own. "pools, in a task" is a process
-beside the night's own, which encodes meanwhile and then waits for it.
+There are four nights of a made-up world with a given number of entities. The first writes all texts; on the second
+nothing has changed; on the third and fourth one entity in twenty has. The third replays texts to calibrate its pools;
+the fourth keeps that calibration. Each night is a separate process. The model and the encoder are stand-ins: texts are
+put together from a fixed vocabulary, vectors from a fixed table. The stand-in for the model has its own row ("write",
+with the tokenizer that loads in parallel); the one for the encoder takes almost no time. Everything else runs as in a
+real night. `seconds` is wall time, `cpu_seconds` processor time. `peak MB` includes mapped files, which the kernel may
+take back; `own MB` does not. "carry, beside write" runs while texts are written, and writing takes longer: it is not in
+the driver's share of the night. The stand-in waits for it, so that both are timed separately. "pools, in a task" is a
+second process; the night's own process encodes meanwhile and then waits for it.
 """
 
 import argparse
@@ -37,21 +37,21 @@ import yaml
 from common import SEED, Figure, benchmark_parser, finish, scale_of, table
 
 LOADING = threading.Lock()
-KEPT = threading.Semaphore(0)  # sides whose unchanged texts are carried over
+KEPT = threading.Semaphore(0)  # counts the sides whose unchanged texts are carried over
 FIRST_DATE = datetime.date(2025, 3, 1)
 SHARE_CHANGED = {"all": 1.0, "none": 0.0, "some": 0.05, "again": 0.05}
 NIGHTS = {night: FIRST_DATE + datetime.timedelta(days) for days, night in enumerate(SHARE_CHANGED)}
 USER_SHARE, EVENTS_PER_USER = 0.8, 20
 EVENTS_AT_ONCE = 8 * 1024 * 1024
 NUM_PHRASES, PHRASE_TOKENS = 2000, 10
-DIM, NUM_VECTORS = 384, 4096  # of the stand-in for an encoder; MiniLM's are as wide
-TOKENS_PER_S = 5_000  # that a night is said to generate at
-REPLAYING_SHARE = 1 / 2  # of the nights on which so many change: on each 6 % of the users' texts
+DIM, NUM_VECTORS = 384, 4096  # of the stand-in for an encoder; as wide as MiniLM's vectors
+TOKENS_PER_S = 5_000  # assumed speed of a night's generation
+REPLAYING_SHARE = 1 / 2  # share of nights that replay when this many entities change: 6 % of the users' texts a night
 BESIDE, IN_TASK = "carry, beside write", "pools, in a task"
-TASK_FILE = "pools.json"  # the row of that task
-SAMPLE_S = 0.02  # between two looks at this process's own memory
-SAMPLING_S = [0.0]  # that these took
-MAX_CPU_SECONDS = 30.0  # of a night of a million unchanged entities, of more in proportion
+TASK_FILE = "pools.json"  # file with the row of that task
+SAMPLE_S = 0.02  # between two samples of this process's memory
+SAMPLING_S = [0.0]  # processor seconds of these samples
+MAX_CPU_SECONDS = 30.0  # for a night of up to a million unchanged entities; above, in proportion
 MAX_OWN_MB, MAX_SHARE, MAX_GROWTH = 2048.0, 0.05, 1.1
 COLUMNS = {
     "entities": "{entities:,}", "changed": "{changed_share:.0%}", "stage": "{stage}", "s": "{seconds:.2f}",
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def measured(num_entities: int, nights: Sequence[str], text_tokens: int) -> list[dict]:
-    """Nights of a world of so many entities, a process each."""
+    """The rows of nights of a world with `num_entities` entities; each night is a process."""
     with tempfile.TemporaryDirectory(prefix="laserbatch-orchestration-") as folder:
         write_world(Path(folder), num_entities)
         rows = []
@@ -87,14 +87,14 @@ def measured(num_entities: int, nights: Sequence[str], text_tokens: int) -> list
 
 
 def night_apart(folder: str, night: str, text_tokens: int) -> list[dict]:
-    """One night in a process of its own."""
+    """The rows of one night, run in a new process."""
     command = [sys.executable, __file__, "--child", folder, night, "--text-tokens", str(text_tokens)]
     child = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     return json.loads(child.stdout.splitlines()[-1])
 
 
 def figures_of(rows: list[dict]) -> list[Figure]:
-    """The figures that were asked for, of the largest size."""
+    """The figures, at the largest size."""
     largest, smallest = max(row["entities"] for row in rows), min(row["entities"] for row in rows)
 
     def driver(size: int, night: str) -> list[dict]:
@@ -124,7 +124,7 @@ def figures_of(rows: list[dict]) -> list[Figure]:
 
 
 def write_world(folder: Path, num_entities: int) -> None:
-    """Tables and a configuration; a twentieth of all entities are users with an event on a late night's date."""
+    """Write tables and a configuration; on each late night, users with an event are a twentieth of all entities."""
     rng = np.random.default_rng(SEED)
     num_users = int(USER_SHARE * num_entities)
     num_items, num_events = num_entities - num_users, num_users * EVENTS_PER_USER
@@ -175,12 +175,12 @@ def write_world(folder: Path, num_entities: int) -> None:
 
 
 def names_of(prefix: str, numbers: np.ndarray) -> pa.Array:
-    """Texts such as u0000123."""
+    """Strings such as u0000123."""
     return pc.binary_join_element_wise(prefix, pc.utf8_lpad(pa.array(numbers).cast(pa.string()), 7, "0"), "")
 
 
 def watched_night(folder: str, night: str, text_tokens: int) -> list[dict]:
-    """One night in this process: its stages' time and the most memory that each had in use."""
+    """Run one night in this process; return the time and the peak memory of each stage."""
     rows: list[dict] = []
     with stage("start", rows):
         from laserbatch.jobs.settings import load_settings
@@ -201,7 +201,7 @@ def watched_night(folder: str, night: str, text_tokens: int) -> list[dict]:
             (run_night, "load_encoder", lambda settings: StandInEncoder()),
             (encode, "load_encoder", lambda settings: StandInEncoder()),
             (encode, "encoder_identity", lambda settings: "stand-in"),
-            (encoding, "MIN_TEXTS", sys.maxsize),  # the stand-in is here, not on a cluster
+            (encoding, "MIN_TEXTS", sys.maxsize),  # the stand-in runs here, not on a cluster
             (router, "train_embeddings", train_one_step),
             (build_pools, "_build_in_task", build_with_stand_in(build_pools._build_in_task, Path(folder, TASK_FILE))),
             (run_night, "open_night", watched(run_night.open_night, "read, check, hash", rows)),
@@ -240,12 +240,12 @@ def watched_night(folder: str, night: str, text_tokens: int) -> list[dict]:
         for name in ("peak_mb", "own_mb"):
             total[name] = max(total[name], row[name])
         for name in ("seconds", "cpu_seconds"):
-            total[name] += max(row[name], 0.0)  # what goes on beside another is taken off a little twice
+            total[name] += max(row[name], 0.0)  # time of parallel stages is subtracted slightly twice
     return list(totals.values())
 
 
 def watched(function: Callable, label: str, rows: list[dict], done: Callable = lambda: None) -> Callable:
-    """A function whose calls add a row, and then call `done`."""
+    """The function, changed so that each call adds a row and then calls `done`."""
 
     @wraps(function)
     def timed(*arguments, **options):
@@ -259,8 +259,8 @@ def watched(function: Callable, label: str, rows: list[dict], done: Callable = l
 
 @contextmanager
 def stage(label: str, rows: list[dict]):
-    """Time a block, and see the most memory of this process in it."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew
+    """Time a block, and measure this process' peak memory in it."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     ended, own_mb = threading.Event(), [memory_mb("RssAnon")]
 
     def sample() -> None:
@@ -282,13 +282,13 @@ def stage(label: str, rows: list[dict]):
 
 
 def memory_mb(name: str) -> float:
-    """An entry of this process's status: VmHWM, the most memory; RssAnon, what is no mapped file."""
+    """An entry of this process' status in MiB: VmHWM, the peak memory; RssAnon, memory without mapped files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith(name))) / 1024
 
 
 def train_one_step(interactions: pa.Table, seed: int, scratch: Path | None) -> dict:
-    """Embeddings of one step; torch is loaded where a night would load it."""
+    """Embeddings after one training step; torch is loaded when a night would load it."""
     from laserbatch.retrieval_pools.routing import lightgcn
 
     lightgcn.MAX_STEPS = 1
@@ -296,7 +296,7 @@ def train_one_step(interactions: pa.Table, seed: int, scratch: Path | None) -> d
 
 
 def build_with_stand_in(function: Callable, rows_path: Path) -> Callable:
-    """A task that builds pools as `function` does, with embeddings of one step, and leaves its row in a file."""
+    """A task that builds pools like `function`, with embeddings after one step, and writes its row to a file."""
 
     def build(*arguments):
         from laserbatch.retrieval_pools.routing import router
@@ -318,7 +318,7 @@ def no_workers(workers, spec) -> SimpleNamespace:
 
 
 def write_shards(num_phrases: int, pending, worker_pool, *arguments):
-    """Stand in for workers: texts of phrases that an entity's id and the run's choose."""
+    """Stand in for workers: write texts of phrases that are chosen by a seed from the shard and the run."""
     spec = worker_pool.spec
     for _ in "user", "item":
         KEPT.acquire()
@@ -361,7 +361,7 @@ def write_shards(num_phrases: int, pending, worker_pool, *arguments):
 
 
 def loaded_once(model_dir: Path, adapter: str | None = None) -> object:
-    """Load a tokenizer, or wait until it is loaded: a night's texts take longer."""
+    """Load a tokenizer, after any other load: a night's texts would take longer than that."""
     from laserbatch.pipeline.decoding.model.folder import load_tokenizer
 
     with LOADING:
@@ -369,31 +369,31 @@ def loaded_once(model_dir: Path, adapter: str | None = None) -> object:
 
 
 def plain(kind: pa.DataType, value: object) -> pa.Scalar:
-    """A value of a type, of which nothing is known."""
+    """A value as a scalar of a type; None becomes the type's empty value."""
     nothing = {pa.string(): "", pa.bool_(): False}.get(kind, 0)
     return pa.scalar(nothing if value is None else value, kind)
 
 
 @cache
 def vocabulary() -> tuple[np.ndarray, pa.Array]:
-    """Phrases as token ids, int32 (NUM_PHRASES, PHRASE_TOKENS), and as texts."""
+    """The phrases as token ids, int32 (NUM_PHRASES, PHRASE_TOKENS), and as texts."""
     rng = np.random.default_rng(SEED)
     ids = rng.integers(10, 2000, (NUM_PHRASES, PHRASE_TOKENS)).astype(np.int32)
     return ids, pa.array([" ".join(f"w{token:04}" for token in row) for row in ids.tolist()])
 
 
 class StandInEncoder:
-    """Sums of two vectors of a fixed table, by a checksum of the text."""
+    """Encodes a text as the sum of two vectors of a fixed table, which the text's checksum selects."""
 
     dim = DIM
 
     def encode(self, texts, on_batch=lambda num_texts: None):
         table = 1 + np.random.default_rng(SEED).standard_normal((NUM_VECTORS, DIM)).astype(np.float32)  # all alike
         rows = np.fromiter((zlib.crc32(text.encode()) for text in texts), np.int64, len(texts))
-        vectors = table[rows % NUM_VECTORS] + table[rows // NUM_VECTORS % NUM_VECTORS]  # as good as no two are equal
+        vectors = table[rows % NUM_VECTORS] + table[rows // NUM_VECTORS % NUM_VECTORS]  # hardly any two are equal
         vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
         on_batch(len(texts))
-        return SimpleNamespace(vectors=vectors, num_truncated=0)  # of an encoder torch would be loaded, too
+        return SimpleNamespace(vectors=vectors, num_truncated=0)  # a real encoder would also load torch
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Our engine and our drafts inside vLLM, beside vLLM plain and with its n-gram drafts: one run, the same prompts.
+"""Compare our engine, and our drafts inside vLLM, with vLLM plain and with its own drafts: one run, the same prompts.
 
     make .venv-vllm/.installed
     .venv-vllm/bin/python -m pip install --no-deps arctic-inference==0.3.0
     .venv-vllm/bin/python benchmarks/peers.py --quick --json peers.json
 
-Long answers and short descriptions to held-out prompts by the measuring model, or with `--models DIR` KAR's questions
-about viewers and films of MovieLens 100K by SmolLM2-135M. Pools have the model's own answers to other prompts. Systems
-are `vllm`, `vllm-ngram`, `vllm-suffix` (where Arctic's package is installed), `vllm-laserbatch`, each a process of its
-own, and of our engine `plain`, `greedy`, `relaxed`, all in one type with as many threads. They answer the same prompts
-in an order that is drawn anew: trust ratios within one run. Suffix drafts know the answers to the pool's prompts, and
-forget those to the others after each pass. Texts are compared token by token with those of the same engine without
-drafts.
+The measuring model writes long answers and short descriptions to held-out prompts; with `--models DIR`, SmolLM2-135M
+answers KAR's questions about viewers and films of MovieLens 100K. Pools have the model's own answers to other prompts.
+The systems are `vllm`, `vllm-ngram`, `vllm-suffix` (if Arctic's package is installed) and `vllm-laserbatch`, each in a
+separate process, and our engine as `plain`, `greedy` and `relaxed`; all have the same dtype and number of threads. They
+answer the same prompts, each round in a newly drawn order: trust only ratios within one run. Suffix drafts know the
+answers to the pool's prompts, and forget all other answers after each pass. Texts are compared token by token with
+those of the same engine without drafts.
 """
 
 import json
@@ -56,7 +56,7 @@ VLLM, VLLM_NGRAM, VLLM_SUFFIX, VLLM_OURS = "vllm", "vllm-ngram", "vllm-suffix", 
 GREEDY, RELAXED = "greedy", "relaxed"
 POOL, SPECULATIONS = "global", {GREEDY: "resd", RELAXED: "resd, relaxed"}
 WARM_UP_TOKENS = 32
-MIN_RATIO = 0.98  # of vLLM plain, whatever is drafted
+MIN_RATIO = 0.98  # of vLLM plain, for any drafts
 
 
 @dataclass(frozen=True)
@@ -74,19 +74,19 @@ class Scale:
 FULL = Scale((TaskSize(16, 400, 0, 40), TaskSize(32, 1000, 0, 100)), num_rounds=5, min_long_prompts=8)
 QUICK = Scale((TaskSize(16, 48, 0, 8), TaskSize(24, 300, 0, 40)), num_rounds=3, batches=(1, 16), min_long_prompts=1)
 SMOKE = Scale((TaskSize(4, 12, 0, 2), TaskSize(4, 20, 0, 2)), num_rounds=1, max_new_tokens=24)
-# Of SmolLM2 both tasks have this size.
+# With SmolLM2 both tasks have this size.
 FULL_REAL = replace(FULL, sizes=(TaskSize(24, 120, 0, 24),), min_short_prompts=4, max_new_tokens=160)
 QUICK_REAL = replace(QUICK, sizes=(TaskSize(16, 24, 0, 16),), num_rounds=1, min_short_prompts=2, max_new_tokens=80)
 SMOKE_REAL = replace(SMOKE, sizes=(TaskSize(3, 6, 0, 2),), batches=(1, 2), max_new_tokens=8)
 
 
 def _own_environment() -> dict[str, str]:
-    """That of this process, but for how long threads wait awake, which our package decides for itself alone."""
+    """This process' environment without GOMP_SPINCOUNT, which our package sets only for itself."""
     return {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
 
 
 class Served:
-    """A vLLM in a process of its own, which is waited for by `ready`; with a call like `EngineSystem`'s."""
+    """A vLLM in a separate process, with `run` like `EngineSystem.run`; call `ready` to wait for its start."""
 
     def __init__(
         self, model: Path, speculative: dict | None, environment: dict[str, str], dtype: str = ENGINE["dtype"]
@@ -104,7 +104,7 @@ class Served:
             self._is_ready = True
 
     def run(self, prompts: Sequence[np.ndarray], batch: int, max_new_tokens: int, is_pool: bool = False) -> Pass:
-        """Answer all prompts at once; texts have their end token. `is_pool`: later drafts may come from the answers."""
+        """Answer all prompts at once; texts have their end token. `is_pool`: later drafts may use the answers."""
         prompts = [prompt.tolist() for prompt in prompts]
         request = {"prompts": prompts, "max_tokens": max_new_tokens, "is_pool": is_pool}
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -125,7 +125,7 @@ class Served:
 
 
 def measure_steps(model: Path, path: Path, engine: dict, batches: Sequence[int], environment: dict[str, str]) -> dict:
-    """What steps of vLLM cost with drafts, written to a file that its proposer reads."""
+    """Measure the cost of vLLM's steps with drafts, and write it to a file for the proposer."""
     command = [sys.executable, "-m", f"{PROPOSERS}_steps", str(model), "--out", str(path)]
     command += ["--tokens", str(MAX_DRAFT_TOKENS), "--engine", json.dumps(engine), "--batch", *map(str, batches)]
     subprocess.run(command, env=_own_environment() | environment, check=True, capture_output=True)
@@ -135,7 +135,7 @@ def measure_steps(model: Path, path: Path, engine: dict, batches: Sequence[int],
 def write_drafts(
     folder: Path, model: Path, task: Task, texts: Sequence[np.ndarray], max_tokens: int, **settings: str | float
 ) -> Path:
-    """A file of proposer settings, beside a pool of answers that some of them calibrate."""
+    """Write a pool of answers, calibrated by some of them, and a file of proposer settings; return the file."""
     names = {"side": task.side, "tokenizer_hash": tokenizer_hash(model), "model_id": model.name}
     held_back = [ReplayText(*pair) for pair in zip(task.pool_prompts[::4], texts[::4], strict=True)]
     options = DraftOptions(max_nodes=max_tokens, min_acceptance=0.01, use_previous=False)
@@ -150,16 +150,16 @@ def write_drafts(
 def serve_ours(
     folder: Path, model: Path, task: Task, texts: Sequence[np.ndarray], cost: Path, environment: dict, dtype: str
 ) -> Served:
-    """A vLLM with our proposer."""
+    """Start a vLLM with our proposer."""
     drafts = write_drafts(folder, model, task, texts, MAX_DRAFT_TOKENS, step_cost=str(cost))
-    os.environ[SETTINGS_VARIABLE] = str(drafts)  # `speculative_config` looks at it too
+    os.environ[SETTINGS_VARIABLE] = str(drafts)  # `speculative_config` reads it too
     return Served(model, speculative_config(model, MAX_DRAFT_TOKENS), environment, dtype)
 
 
 def of_our_engine(
     engines: Engines, batch: int, pools: dict[str, GroupedPool], task: Task, max_new_tokens: int
 ) -> dict[str, EngineSystem]:
-    """Plain decoding, and drafts under the budgets that a night would choose for texts of a task."""
+    """Plain decoding, and drafts with the budgets that a night would choose for a task's texts."""
     num_context_tokens = (
         float(np.mean([len(prompt) for prompt in task.held_out])) + min(task.max_new_tokens, max_new_tokens) / 2
     )
@@ -174,10 +174,10 @@ def passes_in_turns(
     num_rounds: int,
     max_new_tokens: int,
 ) -> dict[str, list[Pass]]:
-    """By system its passes over the prompts, one a round, in batches; systems take turns."""
+    """The passes of each system over the prompts in batches, one per round; systems take turns."""
     parts = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
     passes: dict[str, list[Pass]] = {name: [] for name in systems}
-    for system in systems.values():  # what is compiled when it is first called
+    for system in systems.values():  # compiles
         system.run(prompts[:batch], batch, WARM_UP_TOKENS)
     orders = turns(list(systems))
     for _ in range(num_rounds):
@@ -189,7 +189,7 @@ def passes_in_turns(
 
 
 def measure(systems: dict[str, Served | EngineSystem], task: Task, batch: int, scale: Scale) -> Iterator[dict]:
-    """A row for each system; ratios are within a round. The next batch begins when all of the last have ended."""
+    """Yield a row for each system; ratios are within a round. A batch begins when the last batch has ended."""
     prompts = task.held_out[: max(batch, scale.min_long_prompts if task.is_long else scale.min_short_prompts)]
     passes = passes_in_turns(systems, prompts, batch, scale.num_rounds, min(task.max_new_tokens, scale.max_new_tokens))
     for name, own in passes.items():
@@ -210,7 +210,7 @@ def measure(systems: dict[str, Served | EngineSystem], task: Task, batch: int, s
 
 
 def figures_of(rows: Sequence[dict], dtype: str) -> Iterator[Figure]:
-    """What was asked for: of our drafts inside vLLM, and of our engine beside it. vLLM keeps texts in float32 alone."""
+    """The figures of our drafts inside vLLM and of our engine. Only in float32 does vLLM keep texts the same."""
     for row in rows:
         system, batch, is_long = row["system"], row["batch"], row["task"] == "reki"
         over, where = row["ratio_to_vllm"].median, f"{row['task']}, batch {batch}"
@@ -229,7 +229,7 @@ def figures_of(rows: Sequence[dict], dtype: str) -> Iterator[Figure]:
 
 
 def figures_beside_best(rows: Sequence[dict]) -> Iterator[Figure]:
-    """Our drafts beside vLLM's best of its own ways, at the largest batch, on the real model's tasks."""
+    """Figures of our drafts over vLLM's own best system, at the largest batch size, on the real model's tasks."""
     for task, wanted in (("movielens-users", 2.0), ("movielens-items", 1.5)):
         own = [row for row in rows if row["task"] == task]
         batch = max((row["batch"] for row in own), default=0)
@@ -242,17 +242,17 @@ def figures_beside_best(rows: Sequence[dict]) -> Iterator[Figure]:
 
 
 def tasks_measured(data: Path, model: Path, tokenizer, scale: Scale, is_real: bool) -> list[Task]:
-    """The measuring model's tasks, or those of the real one."""
+    """The tasks of the measuring model, or of the real model."""
     if is_real:
         return movielens_tasks(tokenizer, data, *scale.sizes, scale.max_new_tokens)
     return tasks_of(model, data, tokenizer, *scale.sizes)
 
 
 def main() -> None:
-    """Write the pools' texts, measure what steps cost, then all systems."""
+    """Write the pools' texts, measure the cost of steps, then measure all systems."""
     parser = benchmark_parser(__doc__, "data", "model", "threads", "cache")
-    parser.add_argument("--models", type=Path, help=f"folder with {SMOLLM2}/, which is measured in place of --model")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of all systems")
+    parser.add_argument("--models", type=Path, help=f"folder with {SMOLLM2}/, which is measured instead of --model")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of all systems")
     arguments = parser.parse_args()
     begin(arguments.threads)
     environment = ON_A_CPU | dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), str(arguments.threads))

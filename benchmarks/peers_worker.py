@@ -1,8 +1,8 @@
-"""One vLLM of `peers.py` or `gpu_vllm.py`, in a process of its own: prompts come in on a line, times and texts go out.
+"""A vLLM process of `peers.py` or `gpu_vllm.py`: reads prompts from lines of stdin, prints times and texts.
 
     python benchmarks/peers_worker.py '{"model": ..., "engine": {...}, "speculative_config": null}'
 
-Imports nothing that loads compiled code: vLLM 0.32 on a CPU cannot be started after it.
+It imports nothing that loads compiled code: after that, vLLM 0.32 cannot be started on a CPU.
 """
 
 import json
@@ -11,13 +11,13 @@ import sys
 import time
 from types import SimpleNamespace
 
-MARK = "@@"  # before our lines
+MARK = "@@"  # prefix of our lines
 
 
 def main() -> None:
-    """Answer until nobody asks."""
+    """Answer lines until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what vLLM and its processes print goes to the log
+    os.dup2(2, 1)  # output of vLLM and its processes goes to the log
     from vllm import LLM
 
     payload = json.loads(sys.argv[1])
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def written(llm, prompts: list[list[int]], max_tokens: int, batch: int | None) -> list[list[int]]:
-    """The greedy texts, end token included, with at most `batch` requests in the engine; None: with all of them."""
+    """The greedy texts with their end tokens; the engine has at most `batch` requests at once, None: all of them."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -56,9 +56,9 @@ def written(llm, prompts: list[list[int]], max_tokens: int, batch: int | None) -
 
 
 class Learned:
-    """What suffix drafts know of earlier texts: those of the last pass that was to fill the pool, and no others.
+    """Limits the texts that suffix drafts know to those of the last pass that filled the pool.
 
-    Else a second pass would be drafted from its own texts. Without such drafts there is nothing to do.
+    Otherwise a second pass would draft from the texts of the first. Does nothing without suffix drafts.
     """
 
     def __init__(self, llm) -> None:
@@ -68,7 +68,7 @@ class Learned:
             self._cache = executor.driver_worker.worker.model_runner.drafter.suffix_cache
 
     def end_pass(self, is_pool: bool) -> None:
-        """Forget the texts of a pass, or those of all passes before it if it fills the pool."""
+        """Forget the texts of this pass; if it fills the pool, forget the previous pool instead."""
         if self._cache is None:
             return
         for request in list(self._cache.active_requests):
@@ -81,7 +81,7 @@ class Learned:
 
 
 def counted_steps(llm) -> list[int]:
-    """A list of one number: the steps of all texts from here on, of each those that it grows in."""
+    """A list with one number, which counts from now on the steps of all texts in which a text grows."""
     processor, counted = llm.llm_engine.output_processor, [0]
     process = processor.process_outputs
 

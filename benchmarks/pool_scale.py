@@ -1,10 +1,10 @@
-"""What pools of a thousand to a million texts cost: time, memory, bytes and drafts; and merging a night's changes.
+"""Cost of pools of a thousand to a million texts: time, memory, bytes and drafts; and of merging a night's changes.
 
     python benchmarks/pool_scale.py --quick --json pool_scale.json
 
-Texts are the sample world's grammar, recombined line by line. Every build is a process of its own
-(`pool_scale_worker.py`), so that its memory is its own. No model runs. Figures are reported, not judged: the exit code
-is 0 whether they are met or not.
+Texts are from the sample world's grammar, recombined line by line. Every build is a separate process
+(`pool_scale_worker.py`), so that its memory can be measured. No model runs. Figures are only reported: the exit code is
+0 whether they are met or not.
 """
 
 import json
@@ -45,8 +45,8 @@ MAX_HISTORY = 24
 MAX_LINES = 6  # of a text's eight: about a hundred tokens
 NUM_HELD_OUT = 100
 CHANGED_EVERY = 20  # 5 %
-ROUNDS = ((10_000, 5), (100_000, 3), (1_000_000, 2))  # of a full build and a merge in turn, up to so many texts
-DRAFT_ROUNDS = 5  # in processes of their own: a machine that others use drafts at another speed every few seconds
+ROUNDS = ((10_000, 5), (100_000, 3), (1_000_000, 2))  # up to this many texts: rounds of a full build and a merge
+DRAFT_ROUNDS = 5  # in separate processes: on a shared machine the speed of drafts changes every few seconds
 WATCH_S = 0.01
 MIN_MTOKENS_PER_S = 1.0
 MAX_BYTES_PER_TOKEN = 10.0
@@ -56,7 +56,7 @@ MAX_DRAFT_US = 80.0
 
 
 def grammar_lines(num_users: int) -> list[list[np.ndarray]]:
-    """Token ids of every line of the users' texts: `lines[k]` has the k-th line of each."""
+    """Token ids of every line of the users' texts: `lines[k]` has the k-th line of each text."""
     tokenizer = AutoTokenizer.from_pretrained(SAMPLE_MODEL)
     rng = np.random.default_rng(SEED)
     users, _ = world_entities(SEED, num_users, 1_000)
@@ -70,9 +70,9 @@ def grammar_lines(num_users: int) -> list[list[np.ndarray]]:
 def recombined(
     lines: list[list[np.ndarray]], num_texts: int, seed: int, changed_every: int = 0
 ) -> Iterator[np.ndarray]:
-    """So many texts, each with its first line from one user's text, its second from another's, and so on.
+    """Yield `num_texts` texts; each takes every line from the text of a randomly drawn user.
 
-    With `changed_every` each so many-th is another than without, and the others are the same.
+    With `changed_every`, every `changed_every`-th text is different; the others are the same as without it.
     """
     chosen, others = np.random.default_rng([SEED, seed, 0]), np.random.default_rng([SEED, seed, 1])
     for number in range(num_texts):
@@ -83,7 +83,7 @@ def recombined(
 
 
 def measure_size(lines: list, num_texts: int, memory_mb: int, num_rounds: int, folder: Path) -> list[dict]:
-    """Rows of one size: a full build, a bounded one, a rebuild with 5 % changed beside a full build of the same."""
+    """The rows of one size: a full build, a bounded build, and with 5 % changed texts a full build and a merge."""
     logger.info("%s texts: writing them", f"{num_texts:,}")
     texts = TextFile.write(folder / "texts", recombined(lines, num_texts, seed=1))
     today = TextFile.write(folder / "today", recombined(lines, num_texts, seed=1, changed_every=CHANGED_EVERY))
@@ -98,7 +98,7 @@ def measure_size(lines: list, num_texts: int, memory_mb: int, num_rounds: int, f
 def measure_build(
     kind: str, texts: TextFile, out: Path, memory_mb: int | None = None, previous: Path | None = None
 ) -> dict:
-    """One build. What earlier ones left to be written is on the disk first, so that none pays for another."""
+    """The row of one build. Writes of earlier builds are flushed to disk before, so that it does not pay for them."""
     os.sync()
     task = {"texts": str(texts.folder), "out": str(out), "memory_mb": memory_mb}
     row = watched({"measure": "build", **task, "previous": None if previous is None else str(previous)})
@@ -113,9 +113,9 @@ def measure_build(
 
 
 def measure_rounds(texts: TextFile, folder: Path, num_rounds: int) -> list[dict]:
-    """A full build and a merge of the same texts in turn, so many times: of both the round of the median time.
+    """The rows of a full build and a merge of the same texts, alternately `num_rounds` times; each row is a median one.
 
-    `share_of_full` is the median of the rounds' own.
+    `share_of_full` is the median of the rounds' ratios.
     """
     full, merged = [], []
     out_full, out_merged = folder / "today-full", folder / "today-merged"
@@ -132,19 +132,19 @@ def measure_rounds(texts: TextFile, folder: Path, num_rounds: int) -> list[dict]
 
 
 def of_median_time(rounds: Sequence[dict]) -> dict:
-    """The round of the median time, the slower of the two in the middle, and the range of all."""
+    """The round with the median time (of two in the middle the slower), with the range of all rounds."""
     by_time = sorted(rounds, key=lambda row: row["build_s"])
     return by_time[len(rounds) // 2] | {"build_s_range": [by_time[0]["build_s"], by_time[-1]["build_s"]]}
 
 
 def measure_drafts(pool: Path, held_out: TextFile, num_rounds: int) -> dict:
-    """Drafts from a pool whose pages a worker has in memory."""
+    """Times of drafts from a pool whose pages are resident in a worker's memory."""
     task = {"measure": "drafts", "pool": str(pool), "texts": str(held_out.folder)}
     return {"opened": "resident"} | medians_of([watched(task) for _ in range(num_rounds)])
 
 
 def medians_of(rows: Sequence[dict]) -> dict:
-    """Of what is measured the median over rounds, of what is counted the first, of the times of a draft their range."""
+    """One row for all rounds: medians of floats, the first round's counts, and the range of the times of a draft."""
     medians = {
         name: statistics.median(row[name] for row in rows) if isinstance(value, float) else value
         for name, value in rows[0].items()
@@ -156,7 +156,7 @@ def medians_of(rows: Sequence[dict]) -> dict:
 
 
 def watched(task: dict) -> dict:
-    """Run a task in a process and add the most memory that it held, in MiB: its own, and with mapped files."""
+    """Run a task in a process and add its peak memory in MiB: its own, and with mapped files."""
     command = [sys.executable, str(Path(__file__).with_name("pool_scale_worker.py")), json.dumps(task)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
     own_mb = with_files_mb = 0.0
@@ -173,14 +173,14 @@ def watched(task: dict) -> dict:
 
 
 def require_same_files(first: Path, other: Path) -> None:
-    """Two ways to build must give the same bytes, or nothing here means anything."""
+    """Raise unless two builds wrote the same bytes; otherwise their times could not be compared."""
     manifests = [json.loads((folder / "manifest.json").read_text(encoding="utf-8")) for folder in (first, other)]
     if manifests[0] != manifests[1]:
         raise RuntimeError(f"{first.name} and {other.name} differ; expected the same files")
 
 
 def figures_of(rows: Sequence[dict]) -> list[Figure]:
-    """What was asked for, at the largest size and, for merging, at every size from 100,000 texts on."""
+    """The figures, at the largest size and, for merging, at every size from 100,000 texts on."""
     largest = max(row["num_texts"] for row in rows)
     at_largest = {row["kind"]: row for row in rows if row["num_texts"] == largest}
     full, bounded = at_largest["full"], at_largest["bounded"]
@@ -227,8 +227,8 @@ def describe_row(row: dict) -> str:
 def main() -> None:
     """Measure, print, and write the JSON."""
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--num-texts", type=int, nargs="+", help="these sizes instead")
-    parser.add_argument("--memory-mb", type=int, help="limit of the bounded builds; without it an eighth of the need")
+    parser.add_argument("--num-texts", type=int, nargs="+", help="sizes to measure instead")
+    parser.add_argument("--memory-mb", type=int, help="limit of the bounded builds; default: an eighth of the need")
     arguments = parser.parse_args()
     show_progress()
     lines = grammar_lines(NUM_GRAMMAR_USERS[arguments.size])

@@ -1,4 +1,4 @@
-"""One measurement of `pool_scale.py`, in a process of its own: reads its task from the command line, prints JSON.
+"""The process of one measurement of `pool_scale.py`: reads its task from the command line, prints JSON.
 
 It imports little, since its memory is measured too.
 """
@@ -28,12 +28,12 @@ NUM_GROUPS = 200
 
 @dataclass(frozen=True)
 class TextFile:
-    """Texts on disk: `tokens.npy` end to end, and `lengths.npy`."""
+    """Texts on disk: `tokens.npy` has all tokens end to end, `lengths.npy` the length of each text."""
 
     folder: Path
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        """Token ids of one text after another, int32, mapped."""
+        """Yield the token ids of each text, int32, memory-mapped."""
         tokens, place = map_array(self.folder / "tokens.npy"), 0
         for length in np.load(self.folder / "lengths.npy").tolist():
             yield tokens[place : place + length]
@@ -41,7 +41,7 @@ class TextFile:
 
     @classmethod
     def write(cls, folder: Path, texts: Iterator[np.ndarray]) -> "TextFile":
-        """Texts into a new folder, one in memory at a time."""
+        """Write texts to a new folder, with one text in memory at a time."""
         folder.mkdir(parents=True)
         lengths = []
         with ArrayWriter(folder / "tokens.npy", np.int32) as writer:
@@ -53,9 +53,9 @@ class TextFile:
 
 
 def measure_build(texts: str, out: str, memory_mb: int | None, previous: str | None) -> dict:
-    """Build a pool of a file's texts; the process tells its memory before and after, its parent watches it between."""
+    """Build a pool of a file's texts; prints this process' memory before, and the parent watches the peak."""
     index_build.SORT_MEMORY_BYTES = sys.maxsize if memory_mb is None else memory_mb << 20
-    with tempfile.TemporaryDirectory() as folder:  # compiles all that a build and a merge call
+    with tempfile.TemporaryDirectory() as folder:  # compiles the functions of a build and a merge
         few = [PoolText(np.arange(number, number + 30, dtype=np.int32) % 50) for number in range(40)]
         pool = build_pool(few, Path(folder, "one"), **POOL)
         build_pool([PoolText(few[0].token_ids[1:]), *few[::2]], Path(folder, "two"), previous=pool, **POOL)
@@ -75,7 +75,7 @@ def measure_build(texts: str, out: str, memory_mb: int | None, previous: str | N
 
 
 def measure_drafts(pool: str, texts: str) -> dict:
-    """Microseconds a draft along texts that the pool does not hold; it is opened as a worker of a night opens it."""
+    """Times of drafts along texts that are not in the pool; the pool is opened like by a night's worker."""
     no_prompt = np.empty(0, np.int32)
     rows = [
         ReplayText(no_prompt, np.array(text), None, f"g{number % NUM_GROUPS}")
@@ -102,7 +102,7 @@ def measure_drafts(pool: str, texts: str) -> dict:
 
 
 def memory_mb_of(pid: int) -> tuple[float, float]:
-    """Memory of a process now: its own, and the mapped files that the kernel may take back; 0 when it has ended."""
+    """A process' memory in MiB: anonymous, and mapped files, which the kernel may take back; 0 once it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,12 +1,12 @@
-"""Writes, on a CPU, the texts from which `gpu_first.py` builds its pools: the GPU's minutes are too few to write them.
+"""Write on a CPU the texts from which `gpu_first.py` builds its pools: the GPU's minutes are too few to write them.
 
     python benchmarks/pool_texts.py --out .dev/texts
 
-A widened model computes the same function as its source (`widen.py`), so the small model's float32 texts are also the
-large one's, but for rounding. One Parquet file per task has a row per prompt: its role, its tokens, its group of like
-prompts, and the text. Plain texts fill the pool; texts of the earlier prompts are drafted from that pool and verified
-with the relaxed rule, and calibrate it for the relaxed rule. Held-out prompts, which are measured, have no text here;
-those whose plain text begins like a text of the pool are left out.
+A widened model computes the same function as its source (`widen.py`), so except for rounding the small model's float32
+texts are also the large model's. Each task has a Parquet file with a row per prompt: its role, its tokens, its group of
+similar prompts, and its text. Plain texts fill the pool. Texts of the earlier prompts are drafted from that pool,
+verified with the relaxed rule, and calibrate the pool for this rule. Held-out prompts are measured on the GPU and have
+no text here; a held-out prompt whose plain text begins like a text of the pool is left out.
 """
 
 import argparse
@@ -37,7 +37,7 @@ BATCH = 16
 MAKERS = {"reki": reki_task, "goodreads-items": goodreads_items_task}
 SIZES = {"reki": TaskSize(512, 400, 0, 128), "goodreads-items": TaskSize(320, 1000, 0, 128)}
 SMOKE_SIZE = TaskSize(4, 6, 0, 2)
-MEASURED_TOKENS = {"reki": 192, "goodreads-items": 128}  # of a held-out prompt's text, on the GPU
+MEASURED_TOKENS = {"reki": 192, "goodreads-items": 128}  # length of a held-out prompt's text on the GPU
 HELD_OUT, POOL, EARLIER = "held_out", "pool", "earlier"
 SCHEMA = pa.schema(
     [
@@ -59,7 +59,7 @@ class SavedTask:
     groups: dict[bytes, str]
 
     def pools(self, folder: Path) -> dict[str, GroupedPool]:
-        """The pools that drafts are taken from, by the name of their verifier: "greedy" and "relaxed"."""
+        """The pools to draft from, by the name of their verifier: "greedy" and "relaxed"."""
         greedy = calibrated_pool(self.task, self.pool_texts, None, PoolSettings(), folder / "global")
         like = calibrated_pool(self.task, self.pool_texts, self.groups, PoolSettings(), folder / "preference")
         return {"greedy": greedy, "relaxed": calibrated_by(like, self.task.earlier_prompts, self.earlier_texts)}
@@ -103,7 +103,7 @@ def write_task(engine: Engine, task: Task, path: Path) -> None:
 
 
 def read_task(folder: Path, name: str) -> SavedTask:
-    """The task and the texts that `write_task` wrote to `folder`."""
+    """Read the task and the texts that `write_task` wrote to `folder`."""
     rows = pq.read_table(folder / f"{name}.parquet").to_pylist()
     prompts: dict[str, list[np.ndarray]] = {HELD_OUT: [], POOL: [], EARLIER: []}
     texts: dict[str, list[np.ndarray]] = {HELD_OUT: [], POOL: [], EARLIER: []}

@@ -1,24 +1,24 @@
-"""What is left to gain from verifying a changed entity's previous text whole in the step of its prompt (SPEC-RL).
+"""The possible gain from verifying a changed entity's whole previous text in the step of its prompt (SPEC-RL).
 
     python benchmarks/previous_text.py --models DIR --quick --json previous_text.json
 
-Entities one night apart: their earlier prompt lacks what is new (one to four events of a history; the last film of a
-set). Both nights' texts are greedy and written at batch 16, the second with drafts from a pool of the model's own texts
-about other entities, the prompt, the output and the own previous text.
+Each entity has prompts for two nights: the earlier prompt lacks what is new (the last one to four events of a history;
+the last film of a set). Texts of both nights are greedy, at batch 16. The second night drafts from a pool of the
+model's own texts about other entities, the prompt, the output and the entity's previous text.
 
-Systems differ in the first draft of a text alone, which the step of its prompt verifies. `now`: a tree as in any step.
-`first N`: the first N tokens of the previous text beside it, as one path. `known`: of the previous text just what the
-new one begins with, up to 64 tokens, as only an oracle could draft it; it bounds the others. `known, whole`: all of
-that, however long, as a longer prompt, which takes its part of the room that a step has for prompts. Trees have up to 8
-tokens, and the path comes on top. `by step` gives each step what pays (`StepBudget`), by the measured cost of steps
-here or by that of an H200 (`H200`); `priced` then offers the path too, estimated by the share of these very texts that
-begin with so much of their previous one, and the step decides. `relaxed` verifies by the default rule, whose texts
-follow what is drafted.
+Systems differ only in the first draft of a text, which is verified in the step of its prompt. `now`: a tree like in any
+step. `first N`: this tree and, as one path, the first N tokens of the previous text. `known`: the path is exactly the
+beginning that both texts share, up to 64 tokens; only an oracle could draft it, so it bounds the others. `known,
+whole`: all of that beginning as a longer prompt, which takes its part of a step's room for prompts. Trees have up to 8
+tokens, and the path comes on top. `by step` drafts in each step what pays (`StepBudget`), by the cost of steps that was
+measured here or by that of an H200 (`H200`). `priced` also offers the path, with the share of these very texts that
+begin with as much of their previous text as its acceptance; the step decides. `relaxed` uses the default rule, whose
+texts depend on the drafts.
 
-Greedy texts must be the same under all systems. Steps and forwarded tokens are counted, and priced by both costs of
-steps, so that no load changes them (prompts are computed in parts of 256 tokens, at the price of an H200 too); `rest`
-adds to `known, whole` what the tokens of the previous text cost that are rejected. Times are of the processor, in
-turns. DIR has `smollm2-135m-instruct` and `bench-target`; tasks of a model that is missing are left out.
+Greedy texts must be the same under all systems. Steps and forwarded tokens are counted and priced by both costs, so
+that load does not change them (prompts are computed in parts of 256 tokens, also at the H200's price). `rest` adds the
+cost of the previous text's rejected tokens to `known, whole`. Times are processor times; systems take turns. DIR has
+`smollm2-135m-instruct` and `bench-target`; tasks of a missing model are left out.
 """
 
 import logging
@@ -63,10 +63,10 @@ VIEWERS_MODEL, READERS_MODEL = "smollm2-135m-instruct", "bench-target"
 BATCH, MAX_DRAFT_TOKENS = 16, 8
 SOURCES = ("previous", "prompt", "output", "pool")
 COST_BATCHES = (4, 16)
-WANTED = 1.03  # times as fast as now, or it is not worth its code
+WANTED = 1.03  # speed over `now` from which a system is worth its code
 NOW, KNOWN, WHOLE, PRICED = "now", "known", "known, whole", "priced"
-HERE, THERE = "here", "H200"  # whose cost of steps
-# An 8 B model, ms by tokens of a step: the medians of `docs/gpu.md` at batch 1 and 32, whatever the number of texts.
+HERE, THERE = "here", "H200"  # machines whose cost of steps is used
+# Milliseconds of an 8 B model's step by its tokens, for any number of texts: medians of `docs/gpu.md`, batch 1 and 32.
 H200_STEPS = {1: 5.7, 17: 6.5, 32: 6.65, 544: 16.4, 1088: 28.2}
 COLUMNS = {
     "task": "{task}", "system": "{system}", "a step": "{tokens_per_step:.2f}", "steps of now": "{share_of_steps:.3f}",
@@ -84,7 +84,7 @@ BEGINNING_COLUMNS = {
 
 @dataclass(frozen=True)
 class System:
-    """One way to draft: the path of the first draft (NOW: none), whose cost of steps limits steps, and the rule."""
+    """A drafting method: the path of the first draft (NOW: none), the machine whose cost limits steps, and the rule."""
 
     path: str | int
     by_step: str | None = None
@@ -98,7 +98,7 @@ class System:
 
     @property
     def today(self) -> str:
-        """The name of the system that it is held against."""
+        """The name of the system to compare with."""
         return System(NOW, self.by_step, self.rule).name
 
 
@@ -111,7 +111,7 @@ SYSTEMS = (
 
 @dataclass(frozen=True)
 class Scale:
-    """Entities by task, the longest text of a viewer and of a set, rounds of viewers and of the others."""
+    """Entities of each task, maximum tokens of viewers' and sets' texts, rounds of viewers and of the other tasks."""
 
     viewers: ChangeSize
     readers: ChangeSize
@@ -128,7 +128,7 @@ SMOKE = Scale(ChangeSize(2, 4), ChangeSize(2, 6), ChangeSize(2, 4), 8, 8, 1, 1)
 
 
 def num_agreed(text: np.ndarray, previous: np.ndarray) -> int:
-    """Tokens that two texts begin with alike."""
+    """The number of tokens in the common beginning of two texts."""
     length = min(len(text), len(previous))
     differs = np.flatnonzero(text[:length] != previous[:length])
     return int(differs[0]) if len(differs) else length
@@ -136,14 +136,14 @@ def num_agreed(text: np.ndarray, previous: np.ndarray) -> int:
 
 @dataclass(frozen=True)
 class Night:
-    """What the texts of a night are drafted from, and what they turn out to begin with."""
+    """The pool and previous texts of a night, and the number of tokens that each text shares with its previous one."""
 
     pool: Pool
     previous: list[np.ndarray]
     agreed: np.ndarray  # int64[num_texts]
 
     def drafter_of(self, system: System) -> PathFirst:
-        """A fresh drafter of one pass."""
+        """A new drafter for one pass."""
         limits = (MAX_NODES, MIN_ACCEPTANCE) if system.by_step else (MAX_DRAFT_TOKENS, MIN_ACCEPTANCE)
         paths, shares = {}, None
         if system.path not in (NOW, WHOLE):
@@ -158,7 +158,7 @@ class Night:
 
 
 def night_of(writer: Writer, folder: Path) -> Night:
-    """The texts of the night before, and what tonight's begin with."""
+    """Write the pool's texts and both nights' texts; return what tonight's texts are drafted from."""
     task, own = writer.task, RetrievalDrafter(None, ("prompt", "output"), MAX_DRAFT_TOKENS)
     pool_texts = writer.write(task.pool_prompts, None, own).texts
     as_task = Task(task.name, task.side, (), task.pool_prompts, task.max_new_tokens, is_long=False)
@@ -171,7 +171,7 @@ def night_of(writer: Writer, folder: Path) -> Night:
 
 
 def measure(writer: Writer, night: Night, costs: dict[str, StepCost], num_rounds: int) -> tuple[dict, list[dict]]:
-    """How texts begin, and a row of each system."""
+    """The row on the beginnings of texts, and a row for each system."""
     prompts, passes = [change.now for change in writer.task.changes], {}
     systems = [system for system in SYSTEMS if system.path != WHOLE or writer.task.grammar is None]
     most = np.minimum(night.agreed, writer.task.max_new_tokens - 1).tolist()
@@ -192,10 +192,9 @@ def measure(writer: Writer, night: Night, costs: dict[str, StepCost], num_rounds
 
 
 def beginning_of(writer: Writer, night: Night, passes: dict[str, list[Written]]) -> dict:
-    """How much of the new texts is the beginning of the old ones, and what steps are taken for it now.
+    """The row on the common beginnings of new and previous texts, and the steps that they take now.
 
-    `steps_to_save` is what one step in place of all those of the beginning would save, however long it is, as a share
-    of all steps.
+    `steps_to_save` is the share of all steps that are saved if one step verifies the whole common beginning.
     """
     now = passes[NOW][0]
     lengths = np.array([len(text) for text in now.texts])
@@ -217,7 +216,7 @@ def beginning_of(writer: Writer, night: Night, passes: dict[str, list[Written]])
 
 
 def steps_to_save(now: Written, agreed: np.ndarray) -> Interval:
-    """Steps that begin within what both texts begin with, but for one, over all steps."""
+    """The share of steps, except one per text, that start within the common beginning of both texts."""
     begun = [sum(start <= most for start in own) for own, most in zip(now.starts, agreed.tolist(), strict=True)]
     saved = resampled_totals(np.maximum(np.array(begun) - 1, 0))
     return Interval.of(saved / resampled_totals(now.num_steps))
@@ -226,7 +225,7 @@ def steps_to_save(now: Written, agreed: np.ndarray) -> Interval:
 def row_of(
     task: ChangeTask, system: System, night: Night, passes: dict[str, list[Written]], costs: dict[str, StepCost]
 ) -> dict:
-    """One system beside that of today; speeds are in tokens of texts."""
+    """The row of one system, compared with that of today; speeds are in tokens of texts."""
     own, now = passes[system.name], passes[system.today]
     first, first_now = own[0], now[0]
     steps, steps_now = (resampled_totals(run.num_steps) for run in (first, first_now))
@@ -258,7 +257,7 @@ def row_of(
 
 
 def figures_of(rows: Sequence[dict]) -> Iterator[Figure]:
-    """The counted speed over that of today of what a night could do: a fixed path, or one that the step may cut."""
+    """Counted speeds, over today's, of systems that a night could use: a fixed path, or one that the step may cut."""
     for row in rows:
         if row["system"].startswith(("first", PRICED)):
             where = THERE if row["system"].endswith(THERE) else HERE
@@ -268,13 +267,13 @@ def figures_of(rows: Sequence[dict]) -> Iterator[Figure]:
 
 
 def h200_cost() -> StepCost:
-    """H200_STEPS for any number of texts."""
+    """The cost of steps from H200_STEPS, for any number of texts."""
     steps = [StepPoint(batch_size=BATCH, num_tokens=n, seconds=ms / 1000) for n, ms in H200_STEPS.items()]
     return StepCost(name="an H200", steps=tuple(steps))
 
 
 def tasks_of(model: str, tokenizer, data: Path, scale: Scale) -> Iterator[ChangeTask]:
-    """What a model writes."""
+    """The tasks of a model."""
     if model == VIEWERS_MODEL:
         yield viewer_task(tokenizer, data, scale.viewers, scale.viewer_tokens)
     else:
@@ -283,7 +282,7 @@ def tasks_of(model: str, tokenizer, data: Path, scale: Scale) -> Iterator[Change
 
 
 def main() -> None:
-    """Write both nights of each task, the second under every system."""
+    """Write both nights of each task, the second one with every system."""
     parser = benchmark_parser(__doc__, "data", "threads")
     parser.add_argument("--models", type=Path, required=True, nargs="+", help="folders of model folders")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Entities whose text is written again, one night apart: what `previous_text.py` measures on. Measures nothing."""
+"""The tasks of `previous_text.py`: changed entities with prompts for two nights. Measures nothing."""
 
 import random
 import re
@@ -17,7 +17,7 @@ from laserbatch.pipeline.knowledge.domains import of_domain
 from laserbatch.pipeline.knowledge.forms import grammar_of
 from laserbatch.pipeline.knowledge.templates import KnowledgeSettings
 
-MAX_NEW_EVENTS = 4  # of a night
+MAX_NEW_EVENTS = 4  # per night
 READERS_PROMPT = "A reader finished these books:\n{books}\nList the reader's interests as JSON."
 SET_OF_FILMS = re.compile(r"(Given a set of movies consisting of )(.*?\(\d{4}\)), {1,2}(please describe .*)", re.DOTALL)
 LAST_FILM = re.compile(r"(?<=\(\d{4}\)), (?:(?!\(\d{4}\), ).)*\(\d{4}\)$")
@@ -33,9 +33,9 @@ class Change:
 
 @dataclass(frozen=True)
 class ChangeTask:
-    """Changed entities, and the earlier prompts of others, whose answers fill the pool.
+    """The prompts of changed entities, and earlier prompts of other entities, whose answers fill the pool.
 
-    `grammar` : the form of answers, as in `GenerationRequest`; None: any.
+    `grammar` : the grammar of answers, as in `GenerationRequest`; None: any text.
     """
 
     name: str
@@ -48,14 +48,14 @@ class ChangeTask:
 
 @dataclass(frozen=True)
 class ChangeSize:
-    """How many changed entities are measured, and how many others fill the pool."""
+    """The number of changed entities to measure, and of other entities that fill the pool."""
 
     num_changes: int
     num_pool: int
 
 
 def viewer_task(tokenizer, data: Path, size: ChangeSize, max_new_tokens: int) -> ChangeTask:
-    """KAR's questions about viewers of MovieLens 100K, guided by their form as in a night."""
+    """KAR's questions about viewers of MovieLens 100K, guided by the template's form as in a night."""
     settings = of_domain(KnowledgeSettings(max_prompt_tokens=MAX_PROMPT_TOKENS), "films")
     template = settings.template("user")
 
@@ -75,7 +75,7 @@ def viewer_task(tokenizer, data: Path, size: ChangeSize, max_new_tokens: int) ->
 
 
 def reader_task(tokenizer, data: Path, size: ChangeSize) -> ChangeTask:
-    """Readers of Goodreads: a list of interests, after one to four more books, at most half of all."""
+    """Readers of Goodreads, asked for a list of interests; one to four books are new, at most half of all."""
     items = pq.read_table(data / "goodreads" / "items.parquet")
     titles = dict(zip(items["item_id"].to_pylist(), items["title"].to_pylist(), strict=True))
     histories = pq.read_table(data / "goodreads" / "users.parquet")["history"].to_pylist()
@@ -94,7 +94,7 @@ def reader_task(tokenizer, data: Path, size: ChangeSize) -> ChangeTask:
 
 
 def set_task(tokenizer, data: Path, size: ChangeSize, max_new_tokens: int) -> ChangeTask:
-    """REKI's questions about sets of films, to which one film has come."""
+    """REKI's questions about sets of films, with one new film."""
     questions = sorted(set(pq.read_table(data / "reki" / "knowledge.parquet")["prompt"].to_pylist()))
     film_sets = [(match[1], match[2], match[3]) for match in map(SET_OF_FILMS.fullmatch, questions) if match]
     drawn = random.Random(SEED).sample(film_sets, size.num_changes + size.num_pool)
@@ -108,6 +108,6 @@ def set_task(tokenizer, data: Path, size: ChangeSize, max_new_tokens: int) -> Ch
 def _task(
     name: str, changes: Sequence[Change], size: ChangeSize, max_new_tokens: int, grammar: str | None = None
 ) -> ChangeTask:
-    """The first entities are measured; the others' earlier prompts are the pool's."""
+    """The task that measures the first entities and fills the pool with the others' earlier prompts."""
     measured, others = changes[: size.num_changes], changes[size.num_changes :]
     return ChangeTask(name, "user", tuple(measured), tuple(change.before for change in others), max_new_tokens, grammar)

@@ -1,6 +1,6 @@
-"""Writes the texts of `previous_text.py` and watches their steps; the first draft of a text may have a path beside it.
+"""Writes the texts of `previous_text.py` and records their steps; may add a path to the first draft of a text.
 
-Judges nothing.
+It judges nothing.
 """
 
 import time
@@ -31,13 +31,13 @@ MIN_ACCEPTANCE = 0.02
 
 @dataclass(frozen=True)
 class Written:
-    """One pass over the texts: results in order, where each step of a text began, tokens by forward, seconds."""
+    """One pass over the texts: results in order, start of each step in its text, tokens by forward, seconds."""
 
     results: list[GenerationResult]
     starts: list[list[int]]
     forwards: np.ndarray  # int64[num_forwards]
     seconds: float
-    beginnings: Sequence[np.ndarray]  # int32[n] of each text, its beginning, which stood behind the prompt
+    beginnings: Sequence[np.ndarray]  # int32[n] each, the beginning of a text that followed the prompt in the request
 
     @property
     def num_steps(self) -> np.ndarray:
@@ -50,22 +50,22 @@ class Written:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all texts, end tokens too."""
+        """The number of tokens of all texts with their end tokens."""
         return sum(map(len, self.texts)) + sum(result.end_id is not None for result in self.results)
 
 
 class PathFirst(Drafter):
-    """Another drafter, which in the first draft of a text has a path of the entity's previous text beside it.
+    """Wraps a drafter, and adds a path from the entity's previous text to the first draft of a text.
 
     Parameters
     ----------
-    paths : by request, int32[n], tokens from the beginning of the text on; none where there is no such path.
-    shares : float64[m], at i the share of texts that begin with i tokens of their previous one or more.
+    paths : by request, int32[n], tokens from the beginning of the text on; requests without a path are missing.
+    shares : float64[m], at i the share of texts that begin with at least i tokens of their previous text.
     """
 
     def __init__(self, drafter: Drafter, paths: dict[str, np.ndarray], shares: np.ndarray | None = None) -> None:
         self._drafter, self._paths, self._shares = drafter, paths, shares
-        self.starts: dict[str, list[int]] = {}  # by request, the output tokens before each of its steps
+        self.starts: dict[str, list[int]] = {}  # by request, the number of output tokens before each step
 
     def draft_all(self, sequences: list[DecodingSequence], max_depths: list[int]) -> TreeBatch:
         trees, paths = self._drafter.draft_all(sequences, max_depths), []
@@ -85,16 +85,16 @@ class PathFirst(Drafter):
         log_acceptance = np.zeros(len(token_ids), np.float32)
         if self._shares is not None:
             log_acceptance += np.log(self._shares[before + 1 + places] / self._shares[before])
-        # A source of its own, so that what a budget learns of it is not taken for what it learns of suffix matches.
+        # A separate source, so that a budget does not mix what it learns of paths and of suffix matches.
         return TokenTree(token_ids, places - 1, log_acceptance, np.full(len(token_ids), SOURCE_LOOKAHEAD, np.uint8))
 
 
 class Writer:
-    """Greedy texts of one task at batch 16, by an engine of its own."""
+    """Writes the texts of one task with one engine."""
 
     def __init__(self, engine: Engine, task: ChangeTask) -> None:
         self.engine, self.task = engine, task
-        self._forwards: list[int] = []  # tokens of each of the pass
+        self._forwards: list[int] = []  # number of tokens of each forward of the pass
         submit_step = engine.submit_step
 
         def watched(stream: Stream) -> Step | None:
@@ -108,7 +108,7 @@ class Writer:
         self, prompts: Sequence[np.ndarray], previous: Sequence[np.ndarray] | None, drafter: Drafter,
         step_budget: StepBudget | None = None, rule: str = "greedy", beginnings: Sequence[np.ndarray] | None = None,
     ) -> Written:  # fmt: skip
-        """All texts behind their `beginnings`, if any, the prompts forgotten before."""
+        """Write all texts, each after its beginning in `beginnings`, if any; the prefix cache is emptied before."""
         most, grammar = self.task.max_new_tokens, self.task.grammar
         none = [None] * len(prompts)
         beginnings = beginnings or [np.empty(0, np.int32)] * len(prompts)

@@ -1,8 +1,8 @@
-"""How often the CTR comparison's verdict is right: intervals that cover the truth, equal texts that are called so.
+"""Coverage of the CTR comparison's intervals, and how often it calls equal texts "equivalent"; simulated.
 
-Simulated from spreads that were measured in the demo's world (three models, ten seeds, 8,361 test rows of 400 users):
-of a pair's difference over seeds, of the part that changes with the users asked, of what all seeds share. No model is
-trained. Of "seeds alone" the test rows are all the users there are.
+No model is trained. The simulation draws from variances that were measured in the demo's world (three models, ten
+seeds, 8,361 test rows of 400 users): of a pair's difference over seeds, of the part that changes with the sampled
+users, and of the part that all seeds share. With "seeds alone" the test users count as the whole population.
 """
 
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ SEEDS = (3, 4, 5, 6)
 class Spread:
     """Variances of one model's paired difference of AUC."""
 
-    seeds: float  # as measured over seeds, on one set of test rows
-    interaction: float  # the part of it that other users would change
-    users: float  # that other users would change for all seeds alike
+    seeds: float  # over seeds, on one set of test rows
+    interaction: float  # the part of `seeds` that other test users would change
+    users: float  # due to other test users, the same for all seeds
 
 
 MEASURED = {
@@ -33,7 +33,7 @@ MEASURED = {
 
 
 def draw(num_seeds: int, with_users: bool, draws: np.random.Generator) -> dict[str, PairedAuc]:
-    """One comparison of texts that are equal."""
+    """The paired AUCs of one simulated comparison of equal texts, by model."""
     pairs = {}
     for model, spread in MEASURED.items():
         of_seeds = draws.normal(0, np.sqrt(spread.seeds - spread.interaction), num_seeds)
@@ -45,7 +45,7 @@ def draw(num_seeds: int, with_users: bool, draws: np.random.Generator) -> dict[s
 
 
 def simulated(num_seeds: int, with_users: bool, num: int) -> dict:
-    """Share of the intervals of all models that hold the true difference, and of verdicts "equivalent"."""
+    """Shares of simulations whose interval over all models holds the true difference, and whose verdict is right."""
     draws, covered, equivalent = np.random.default_rng([SEED, num_seeds, with_users]), 0, 0
     for _ in range(num):
         comparison = compare_paired(draw(num_seeds, with_users, draws), NUM_ROWS, MARGIN)["all"]
