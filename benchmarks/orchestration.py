@@ -3,14 +3,14 @@
     python benchmarks/orchestration.py --quick --json orchestration.json
 
 There are four nights of a made-up world with a given number of entities. The first writes all texts; on the second
-nothing has changed; on the third and fourth one entity in twenty has. The third replays texts to calibrate its pools;
-the fourth keeps that calibration. Each night is a separate process. The model and the encoder are stand-ins: texts are
-put together from a fixed vocabulary, vectors from a fixed table. The stand-in for the model has its own row ("write",
-with the tokenizer that loads in parallel); the one for the encoder takes almost no time. Everything else runs as in a
-real night. `seconds` is wall time, `cpu_seconds` processor time. `peak MB` includes mapped files, which the kernel may
-take back; `own MB` does not. "carry, beside write" runs while texts are written, and writing takes longer: it is not in
-the driver's share of the night. The stand-in waits for it, so that both are timed separately. "pools, in a task" is a
-second process; the night's own process encodes meanwhile and then waits for it.
+nothing has changed; on the third and fourth one entity in twenty has. The third replays texts to calibrate its pools,
+as every second such night does; the fourth keeps that calibration. Each night is a separate process. The model and the
+encoder are stand-ins: texts are put together from a fixed vocabulary, vectors from a fixed table. The stand-in for the
+model has its own row ("write", with the tokenizer that loads in parallel); the one for the encoder takes almost no
+time. Everything else runs as in a real night. `seconds` is wall time, `cpu_seconds` processor time. `peak MB` includes
+mapped files, which the kernel may take back; `own MB` does not. "carry, beside write" runs while texts are written, and
+writing takes longer: it is not in the driver's share of the night. The stand-in waits for it, so that both are timed
+separately. "pools, in a task" is a second process; the night's own process encodes meanwhile and then waits for it.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     python benchmarks/real_input.py --quick --json real_input.json
 
-Runs `laserbatch` as a user would, in its own processes, and reads what it says of itself: the manifests of the runs.
-Settings and prompt templates are in `settings/`. Texts and order of reading are as published, times of day invented.
+Runs `laserbatch` like a user, in separate processes, and reads the manifests of the runs. Settings and prompt templates
+are in `settings/`. Texts and the order of reading are as published; times of day are invented.
 """
 
 import datetime
@@ -24,14 +24,14 @@ from chaos_nights import CLI
 from common import REPOSITORY, benchmark_parser, scale_of, write_json
 
 SETTINGS = Path(__file__).resolve().parent / "settings"
-SHARE_BEFORE_DATE = 0.8  # of MovieLens' interactions; the rest judges the CTR models
+SHARE_BEFORE_DATE = 0.8  # share of MovieLens' interactions before the night; the rest tests the CTR models
 NIGHTS = (datetime.date(2025, 3, 1), datetime.date(2025, 3, 2))  # of goodreads
 MIN_HISTORY = 2  # books a reader keeps on the first night
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How many entities are taken; None takes all."""
+    """The number of entities to take; None: all."""
 
     goodreads: int
     movielens_users: int | None
@@ -44,7 +44,7 @@ SMOKE = Scale(goodreads=16, movielens_users=12, movielens_items=30)
 
 
 def laserbatch(*words: object) -> None:
-    """Run one command; its progress goes to standard error, and where it fails the benchmark ends."""
+    """Run one command; its progress goes to standard error, and the benchmark ends if it fails."""
     done = subprocess.run([*CLI, *map(str, words)], stdout=subprocess.DEVNULL)
     if done.returncode:
         raise SystemExit(f"laserbatch {words[0]} ended with {done.returncode}; its message stands above")
@@ -61,7 +61,7 @@ def night(config: Path, workspace: Path, date: datetime.date) -> dict:
 
 
 def record_of(manifest: dict) -> dict:
-    """What one run says of itself, as far as it compares with another."""
+    """The parts of a run's manifest that can be compared between runs."""
     return {
         "sides": {side: _side(part) for side, part in manifest["sides"].items()},
         "stages_s": manifest["stages"],
@@ -87,7 +87,7 @@ def _side(part: dict) -> dict:
 
 
 def write_config(name: str, work: Path, model: Path) -> Path:
-    """The settings `settings/<name>.yaml` with this run's folders filled in."""
+    """Write a configuration: `settings/<name>.yaml` with this run's folders."""
     settings = yaml.safe_load((SETTINGS / f"{name}.yaml").read_text(encoding="utf-8"))
     settings["workspace"] = str(work / "workspace")
     settings.setdefault("tables", {})["path"] = str(work / "tables")
@@ -99,7 +99,7 @@ def write_config(name: str, work: Path, model: Path) -> Path:
 
 
 def run_movielens(data: Path, model: Path, work: Path, scale: Scale) -> dict:
-    """MovieLens 100K: import, one night in the middle of the data, CTR on what comes after."""
+    """MovieLens 100K: import, one night within the data's time, CTR on the interactions after it."""
     work.mkdir(parents=True)
     mapping = REPOSITORY / "configs" / "import_movielens_parquet.yaml"
     laserbatch("data", "import", data / "ml-100k", work / "tables", "--mapping", mapping)
@@ -111,7 +111,7 @@ def run_movielens(data: Path, model: Path, work: Path, scale: Scale) -> dict:
 
 
 def run_goodreads(data: Path, model: Path, work: Path, scale: Scale) -> dict:
-    """Goodreads: half of the books and histories without their last book, then everything."""
+    """Goodreads: a night with half of the books and histories without their last book, then one with everything."""
     work.mkdir(parents=True)
     write_goodreads(data, work / "tables", num_items=scale.goodreads, num_users=scale.goodreads)
     config = write_config("goodreads", work, model)
@@ -119,14 +119,14 @@ def run_goodreads(data: Path, model: Path, work: Path, scale: Scale) -> dict:
 
 
 def date_after_share(tables: Path, share: float) -> datetime.date:
-    """The day by whose end about `share` of the interactions have happened; later ones are left for the CTR test."""
+    """The day at whose end about `share` of the interactions have happened; later ones are for the CTR test."""
     times = pq.read_table(tables / "interactions.parquet")["timestamp"].cast(pa.timestamp("us", "UTC"))
     ordered = times.take(pc.sort_indices(times))
     return ordered[int(share * len(ordered))].as_py().date()
 
 
 def keep_part(tables: Path, *, num_users: int, num_items: int) -> None:
-    """Cut imported tables to the most active users and their most rated items, in place: for a quick run."""
+    """Cut imported tables in place, for a quick run, to the most rated items and their most active users."""
     interactions = pq.read_table(tables / "interactions.parquet")
     for name, column, num in (("items", "item_id", num_items), ("users", "user_id", num_users)):
         frequent = pa.array(most_frequent(interactions[column].to_pylist(), num), interactions[column].type)
@@ -137,11 +137,11 @@ def keep_part(tables: Path, *, num_users: int, num_items: int) -> None:
 
 
 def write_goodreads(data: Path, out: Path, *, num_items: int, num_users: int) -> None:
-    """Tables of goodreads in which the second day brings half of the books and each reader's last book.
+    """Write tables of goodreads in which half of the books and each reader's last book come on the second day.
 
-    The first half are the books most often finished before a reader's last one, the second half the most frequent
+    The first half are the books most often finished before a reader's last one. The second half are the most frequent
     other last books, so that nobody has read a book before it appears. Histories are cut to these books; readers are
-    taken in the order of the file. The data has no times: a reader's books are a day apart, the last one on the
+    taken in the order of the file. The data has no times: a reader's books are a day apart, and the last one is on the
     second day.
     """
     readers = pq.read_table(data / "goodreads" / "users.parquet").to_pylist()
@@ -172,13 +172,13 @@ def write_goodreads(data: Path, out: Path, *, num_items: int, num_users: int) ->
 
 
 def most_frequent(values: Iterable, num: int) -> list:
-    """The most frequent values, the frequent first; of equally frequent ones those that are sorted first."""
+    """The `num` most frequent values, most frequent first; ties in sorted order."""
     counts = Counter(values)
     return sorted(counts, key=lambda value: (-counts[value], value))[:num]
 
 
 def _readers(rows: list[dict], first: set[str], known: set[str]) -> Iterable[tuple[str, list[str], str]]:
-    """Readers, their books of the first night, and the one finished on the second day."""
+    """Yield readers, their books of the first night, and the book that they finish on the second day."""
     for row in rows:
         *earlier, last = dict.fromkeys(row["history"])  # a book read twice counts once
         books = [book for book in earlier if book in first]

@@ -1,13 +1,13 @@
-"""A real small language model on a CPU, in float32 and bfloat16, plain and drafted, beside vLLM in its own type.
+"""A small real language model on a CPU, in float32 and bfloat16, plain and drafted, compared with vLLM in bfloat16.
 
     make .venv-vllm/.installed
     .venv-vllm/bin/python benchmarks/real_model.py --models DIR --quick --json real_model.json
 
-DIR has the folder `smollm2-135m-instruct`, SmolLM2-135M-Instruct as safetensors; where it is missing nothing is
-measured. Prompts are KAR's questions about viewers and films of MovieLens 100K. Drafts come from pools of the model's
-own plain texts about other entities, with the budget that a night chooses. Systems are `float32` and `bfloat16`, our
-engine without drafts; `greedy` and `relaxed`, drafted in bfloat16; `vllm` and `vllm-ngram` in bfloat16, which run where
-vLLM is installed. They answer the same prompts in an order that is drawn anew: trust ratios within one run.
+DIR has the folder `smollm2-135m-instruct`, SmolLM2-135M-Instruct as safetensors; without it nothing is measured.
+Prompts are KAR's questions about viewers and films of MovieLens 100K. Drafts come from pools of the model's own plain
+texts about other entities, with the budget that a night chooses. Systems are `float32` and `bfloat16`, our engine
+without drafts; `greedy` and `relaxed`, with drafts in bfloat16; `vllm` and `vllm-ngram` in bfloat16, if vLLM is
+installed. They answer the same prompts, each round in a newly drawn order: trust only ratios within one run.
 """
 
 import logging
@@ -30,7 +30,7 @@ logger = logging.getLogger("benchmarks")
 MODEL = "smollm2-135m-instruct"
 FLOAT32, BFLOAT16, VLLM, VLLM_NGRAM = "float32", "bfloat16", "vllm", "vllm-ngram"
 MAX_NEW_TOKENS = 160
-NUM_AT_BATCH_1 = 2  # prompts
+NUM_AT_BATCH_1 = 2  # number of prompts at batch 1
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ SMOKE = Scale(TaskSize(3, 6, 0, 2), (1, 2), num_rounds=1, max_new_tokens=8)
 def systems_at(
     engines: dict[str, Engines], pools: dict[str, GroupedPool], batch: int, task: Task, max_new_tokens: int
 ) -> dict[str, EngineSystem]:
-    """Our engine without drafts in both types, and with drafts in bfloat16."""
+    """Our engine without drafts in both dtypes, and with drafts in bfloat16."""
     ours = of_our_engine(engines[BFLOAT16], batch, pools, task, max_new_tokens)
     return {BFLOAT16: ours.pop(PLAIN), FLOAT32: EngineSystem.plain(engines[FLOAT32].of_batch(batch))} | ours
 
@@ -59,7 +59,7 @@ def systems_at(
 def measure(
     systems: dict[str, Served | EngineSystem], task: Task, batch: int, scale: Scale, plain: dict[str, tuple]
 ) -> Iterator[dict]:
-    """A row for each system; `plain` keeps the texts of undrafted bfloat16 by prompt, over all batch sizes."""
+    """Yield a row for each system; `plain` collects the texts of plain bfloat16 by prompt, over all batch sizes."""
     prompts = task.held_out[: NUM_AT_BATCH_1 if batch == 1 else None]
     passes = passes_in_turns(systems, prompts, batch, scale.num_rounds, scale.max_new_tokens)
     for prompt, text in zip(prompts, passes[BFLOAT16][0].texts, strict=True):
@@ -84,7 +84,7 @@ def measure(
 
 
 def figures_of(rows: Sequence[dict]) -> Iterator[Figure]:
-    """Speeds over what each is to be held against, and the texts that must be the same at any batch size."""
+    """The figures: speed ratios, and the share of texts that are the same at every batch size."""
     wanted = {(BFLOAT16, FLOAT32): {1: 1.5, 16: 3.0}, (BFLOAT16, VLLM): {1: 1.2, 16: 1.3}}
     for row in rows:
         system, batch, where = row["system"], row["batch"], f"{row['task']}, batch {row['batch']}"

@@ -1,12 +1,12 @@
-"""What texts that a large language model wrote are worth to CTR models: books of Goodreads, described by GPT-3.5.
+"""Gains of CTR models from texts of a large language model: books of Goodreads, described by GPT-3.5.
 
     python benchmarks/real_texts.py --quick --json real_texts.json
 
-The texts of books were written from titles alone, so they know nothing of readers. Those of readers are left out: they
-were written from the same lists of books that are to be predicted here. The lists have an order but no times: the books
-of a list are ten days apart and the last one is at the end of the log. So models train on all but the last books of
-each reader and are judged on these, each beside 4 books that are drawn for it. Vectors are the bundled encoder's.
-Adaptors are those of `ctr.adaptor`; trees take vectors as they are. `gain` is over the same model without texts, from
+The texts of books were written from their titles, so they contain nothing about readers. Texts of readers are left out:
+they were written from the lists of books that are to be predicted. The lists have an order but no times: here the books
+of a list are about ten days apart, and the last one is at the end of the log. So models are trained on all but the last
+books of each reader and tested on these, each with 4 random negative books. Vectors are the bundled encoder's.
+Adaptors are those of `ctr.adaptor`; trees take the vectors directly. `gain` is over the same model without texts, with
 the same seeds.
 """
 
@@ -33,7 +33,7 @@ from laserbatch.pipeline.encoding.schema import LEVELS, days_valid, feature_sche
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 
 LAST_DAY = datetime.date(2025, 6, 30)
-AS_OF = LAST_DAY - datetime.timedelta(days=13)  # behind it lie the last book of each reader, and some of those before
+AS_OF = LAST_DAY - datetime.timedelta(days=13)  # later are the last book of each reader, and some before it
 DAYS_BETWEEN, MAX_DAYS_OFF = 10, 5
 RUN_ID = f"{AS_OF}-goodreads"
 MIN_GAIN = 0.02
@@ -44,7 +44,7 @@ COLUMNS = {
 
 
 def goodreads(folder, num_users: int) -> tuple[SimpleNamespace, dict[str, str]]:
-    """Tables of some readers and their books, and the text of each book that has one."""
+    """The tables of `num_users` readers and their books, and the texts by book."""
     rng = np.random.default_rng(SEED)
     titles = dict(zip(*pq.read_table(folder / "items.parquet").to_pydict().values(), strict=True))
     lists = pq.read_table(folder / "users.parquet").to_pylist()
@@ -69,7 +69,7 @@ def goodreads(folder, num_users: int) -> tuple[SimpleNamespace, dict[str, str]]:
 
 
 def features_of(texts: dict[str, str]) -> FeatureSet:
-    """Features of items as a night writes them; of users none."""
+    """Features of items as a night writes them, and none for users."""
     settings = EncodingSettings()
     vectors = TextEncoder.load(settings).encode(list(texts.values())).vectors
     codes = fit_codebook(vectors, settings.num_clusters, CLUSTER_SEED).codes(vectors)
@@ -83,7 +83,7 @@ def features_of(texts: dict[str, str]) -> FeatureSet:
 
 
 def main() -> None:
-    """Train every model without texts, and with them by every adaptor."""
+    """Train every model without texts, and with texts by every adaptor."""
     arguments = benchmark_parser(__doc__, "data", "threads").parse_args()
     begin(arguments.threads)
     num_users, num_seeds, adaptors = scale_of(

@@ -1,10 +1,10 @@
-"""How many texts refresh policies save, and what of the behaviour the texts that stay have not seen; no model runs.
+"""Texts that refresh policies save, and the share of the behaviour that the kept texts have not seen; no model runs.
 
     python benchmarks/refresh.py --quick --json OUT
 
-Real interactions with their times (MovieLens 100K), night after night: every user whose history grew is a candidate,
-and `pipeline.planning.refresh` decides, as a night does. The last weeks of the data are lived once for each policy. A
-text is taken for 200 tokens.
+It replays real interactions with their times (MovieLens 100K) night after night. Every user whose history grew is a
+candidate, and `pipeline.planning.refresh` decides, as in a night. The last nights of the data are simulated once for
+each policy. Every text counts as 200 tokens.
 """
 
 from dataclasses import dataclass
@@ -16,34 +16,34 @@ from common import Figure, benchmark_parser, finish, scale_of
 
 from laserbatch.pipeline.planning.refresh import Candidates, RefreshSettings, decide
 
-TOKENS = 200.0  # of a text
+TOKENS = 200.0  # per text
 DAY_S = 24 * 3600
 POLICIES: dict[str, dict] = {
     "every change": {},
     "3 new interactions": {"min_new_interactions": 3},
     "10 new interactions": {"min_new_interactions": 10},
     "10 new, or a week old": {"min_new_interactions": 10, "max_age_days": 7},
-    "half the tokens": {"max_tokens": 0.5},  # of what every change takes on a mean night
+    "half the tokens": {"max_tokens": 0.5},  # share of the mean tokens per night of "every change"
     "a fifth of the tokens": {"max_tokens": 0.2},
 }
 
 
 @dataclass(frozen=True)
 class Lived:
-    """What came of the nights under one policy; shares are means over the nights, of users with a text."""
+    """The result of the nights under one policy; the shares of stale texts are means over nights."""
 
     policy: str
     num_texts: int
-    saved_share: float  # of the texts that every change takes
-    busiest_night: int  # texts
-    unseen_share: float  # of a user's interactions, that the text has not seen
-    stale_share: float  # users whose text has not seen everything
-    oldest_days: int  # of a text that has not seen everything
+    saved_share: float  # share of the texts of "every change" that are not written
+    busiest_night: int  # number of texts
+    unseen_share: float  # share of a user's interactions that the text has not seen, mean over users with a text
+    stale_share: float  # share of users whose text has not seen everything
+    oldest_days: int  # maximum age of a text that has not seen everything
 
 
 def live(first_day: int, users: np.ndarray, days: np.ndarray, settings: RefreshSettings, max_tokens: float | None,
          new_template: bool = False) -> tuple[list[int], list[float], list[float], int]:  # fmt: skip
-    """Nights from `first_day` on; before it everybody has a text of all that was. Texts, unseen and stale by night."""
+    """Simulate nights from `first_day` on; returns texts, unseen and stale share by night, and the oldest stale age."""
     num_users = users.max() + 1
     seen = np.bincount(users[days < first_day], minlength=num_users)
     written_on, is_old = np.full(num_users, first_day - 1), np.full(num_users, new_template)
@@ -112,7 +112,7 @@ def main() -> None:
 
 
 def read_events(data: Path) -> tuple[np.ndarray, np.ndarray]:
-    """User number and day of each interaction: int64[n] both."""
+    """The user number and the day of each interaction: int64[n] both."""
     table = pq.read_table(data / "ml-100k" / "interactions.parquet", columns=["user_id", "timestamp"])
     _, users = np.unique(table["user_id"].to_numpy(), return_inverse=True)
     times = table["timestamp"]

@@ -1,16 +1,16 @@
-"""Relaxed upon relaxed: nights in a row, each drafted from the texts of the last, beside nights of plain decoding.
+"""Drift of relaxed texts over nights, each drafted from the texts of the night before, against plain decoding.
 
     python benchmarks/repeated.py --quick --json OUT
 
-A sample world whose users go on rating; every text is written anew every night (`--force`), so that what relaxed
-verification lets through may be drafted again the night after, and again. The world knows the truth about its items and
-users, so that errors of fact can be counted, by the words that texts may use:
+Users of a sample world go on rating. Every night rewrites every text (`--force`), so that an error that relaxed
+verification accepts may be drafted again on later nights. The world knows the truth about its items and users, so that
+errors of fact can be counted by the words in a text:
 
-- an item's text names its creator, its category, era, mood and theme, and no others;
-- a user's text names titles and creators of the user's history alone, and first the most frequent category of it.
+- an item's text must name its creator, category, era, mood and theme, and no others;
+- a user's text must name only titles and creators of the user's history, and its most frequent category first.
 
-The chain of plain nights is verified greedily, which gives the texts of plain decoding, and takes less time. Budgets
-are fixed, so that the same texts are written on any machine.
+The chain of plain nights is verified greedily, which gives the texts of plain decoding in less time. Budgets are fixed,
+so that the same texts are written on any machine.
 """
 
 import json
@@ -52,27 +52,27 @@ SETTINGS = {
     "night": {"train_ctr": False, "num_audited": 0},
     "gates": {"max_failed_share": 1.0},
 }
-TIMEOUT_S = 1800.0  # a night may take this long
+TIMEOUT_S = 1800.0  # limit of a night
 COLUMNS = {
     "chain": "{chain}", "night": "{night}", "side": "{side}", "tokens": "{mean_tokens:.1f}",
     "repet.": "{repetitive:.1%}", "plain": "{as_plain:.1%}", "a step": "{tokens_per_step:.2f}", "errors": "{shares}",
 }  # fmt: skip
-MAX_ADDED = 0.02  # share of texts by which an error may be more frequent in the last nights than in plain texts
+MAX_ADDED = 0.02  # allowed share of texts with an error in the last nights, above the share in plain texts
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How many nights, of how many users and items."""
+    """The numbers of nights, users, items and seeds."""
 
     num_nights: int
     num_users: int
     num_items: int
-    num_seeds: int  # of CTR trainings; 0: none
+    num_seeds: int  # of CTR trainings; 0: no training
 
 
 @dataclass(frozen=True)
 class Row:
-    """One side of one night: shares are of its texts."""
+    """One side of one night; shares are of its texts."""
 
     chain: str
     night: int
@@ -81,13 +81,13 @@ class Row:
     errors: dict[str, float]
     mean_tokens: float
     repetitive: float
-    as_plain: float  # texts that are those of the plain chain of that night
+    as_plain: float  # share of texts that equal those of the plain chain on that night
     tokens_per_step: float
 
 
 def main() -> None:
     arguments = benchmark_parser(__doc__).parse_args()
-    publishing.judge = lambda measured, limits: []  # what gates would hold back is what is measured
+    publishing.judge = lambda measured, limits: []  # no gate stops a night from being measured
     scale = scale_of(arguments, Scale(12, 64, 48, 4), Scale(4, 24, 24, 0), Scale(2, 8, 20, 0))
     with tempfile.TemporaryDirectory(prefix="laserbatch-repeated-") as folder:
         with ThreadPoolExecutor(len(CHAINS)) as side_by_side:
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def live(scale: Scale, place: Path, decoding: dict) -> Workspace:
-    """All nights of one chain."""
+    """Run all nights of one chain; return its workspace."""
     write_sample_world(place / "tables", scale.num_users, scale.num_items, seed=1)
     settings = SETTINGS | {"decoding": DECODING | decoding}
     (place / "laserbatch.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
@@ -116,7 +116,7 @@ def live(scale: Scale, place: Path, decoding: dict) -> Workspace:
 
 
 def judged(lived: dict[str, Workspace]) -> Iterator[Row]:
-    """Every night and side of every chain."""
+    """Yield a row for every night and side of every chain."""
     plain = lived["plain"].runs()
     for chain, workspace in lived.items():
         for night, (run, beside) in enumerate(zip(workspace.runs(), plain, strict=True), 1):
@@ -150,7 +150,7 @@ def by_id(run: RunFolder, side: Side) -> dict[str, str]:
 
 
 def item_errors(item: Entity, text: str) -> dict[str, bool]:
-    """Of each fact whether the text lacks it or names another one in its place."""
+    """For each fact, whether the text lacks it."""
     facts, path = item.attributes, item.attributes["category"]
     theme = title_themes(facts["title"]).main
     named = {
@@ -167,7 +167,7 @@ def item_errors(item: Entity, text: str) -> dict[str, bool]:
 
 
 class UserErrors:
-    """What a user's text names that is not of the user's history."""
+    """Finds errors in a user's text: titles, creators and first genre that the user's history does not support."""
 
     def __init__(self, tables: Tables) -> None:
         self.titles = tables.items["title"].to_pylist()
@@ -194,14 +194,14 @@ def has(text: str, word: str) -> bool:
 
 
 def aucs_of(workspace: Workspace, scale: Scale) -> list[dict]:
-    """What the CTR models make of the last night's features, a row a model and variant."""
+    """The CTR comparison on the last night's features, a row per model and variant."""
     command = [*CLI, "ctr", "compare", "--workspace", str(workspace.root), "--seeds", str(scale.num_seeds), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)["rows"]
 
 
 def figures_of(rows: list[Row], scale: Scale) -> list[Figure]:
-    """Errors of the last third of the nights, relaxed less plain."""
+    """Figures of the errors in the last third of the nights: the share of relaxed texts minus that of plain texts."""
     last = range(scale.num_nights - max(1, scale.num_nights // 3) + 1, scale.num_nights + 1)
     figures = []
     for side in SIDES:
@@ -217,7 +217,7 @@ def figures_of(rows: list[Row], scale: Scale) -> list[Figure]:
 
 
 def described(row: Row) -> dict:
-    """What COLUMNS show of a row."""
+    """A row's values for COLUMNS."""
     return vars(row) | {"shares": "  ".join(f"{name} {share:.1%}" for name, share in row.errors.items())}
 
 

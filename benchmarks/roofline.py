@@ -1,8 +1,8 @@
-"""The least time that a run of the engine could take on this device: the roofline, from rates measured beside it.
+"""The roofline: the least time that a run of the engine could take on this device, from rates measured in the same run.
 
 A forward must read every weight and the KV cache of its sequences, and multiply each of its tokens with the weights;
-it cannot be faster than the slower of the two. Rates are of a copy of memory and of a product of two large matrices.
-What is neither (attention's own products, activations, launches, sampling, drafting) has no share in the least time.
+it cannot be faster than the slower of the two. Rates are measured on a copy of memory and a product of two large
+matrices. The least time excludes all else: attention's own products, activations, launches, sampling, drafting.
 """
 
 import time
@@ -19,12 +19,12 @@ from laserbatch.pipeline.decoding.engine import Engine
 NUM_TIMES = 7
 COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}
 MATRIX_SIZE = {"cpu": 2048, "cuda": 8192}
-USED_SHARE = 16  # of a widened model's channels one in so many is not zero, and zeros are multiplied at a higher clock
+USED_SHARE = 16  # one in 16 channels of a widened model is not zero; devices multiply zeros at a higher clock
 
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """Bytes a second of memory, read and written counted, and floating point operations a second of a product."""
+    """Memory bytes per second, reads and writes counted, and floating point operations per second of a product."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -32,13 +32,13 @@ class DeviceRates:
 
 @dataclass
 class Roofline:
-    """Sums over the forwards of a run.
+    """Sums the least seconds of the forwards of a run.
 
     Parameters
     ----------
-    rates : of the device.
-    num_body_weights, num_head_weights : that each token meets; that each wanted row of logits meets.
-    weight_bytes, bytes_per_token : read in every forward; of the KV cache.
+    rates : the rates of the device.
+    num_body_weights, num_head_weights : weights that multiply each token; weights that multiply each row of logits.
+    weight_bytes, bytes_per_token : bytes of weights read in every forward; bytes of a token in the KV cache.
     """
 
     rates: DeviceRates
@@ -50,7 +50,7 @@ class Roofline:
 
     @classmethod
     def of_engine(cls, engine: Engine, rates: DeviceRates) -> "Roofline":
-        """For an engine's model; embeddings are looked up, which costs next to nothing."""
+        """The roofline of an engine's model; input embeddings are not counted, since a look-up costs almost nothing."""
         model = engine.runner.model
         head = model.get_output_embeddings().weight
         embeddings = model.get_input_embeddings().weight
@@ -79,15 +79,15 @@ class Roofline:
         try:
             yield
         finally:
-            del engine.runner.forward  # the method of its class again
+            del engine.runner.forward  # back to the method of its class
 
 
 class WatchedPlain:
-    """Plain decoding by an engine, whose share of the roofline is kept for every run.
+    """Plain decoding by an engine, which records its share of the roofline in every run.
 
     Attributes
     ----------
-    shares : least time over real time.
+    shares : least time over real time, for each run.
     """
 
     def __init__(self, engine: Engine, rates: DeviceRates) -> None:
@@ -95,7 +95,7 @@ class WatchedPlain:
         self.shares: list[float] = []
 
     def run(self, prompts: Sequence[np.ndarray], batch: int, max_new_tokens: int) -> Pass:
-        """The system's own run."""
+        """Run the system and record its share."""
         roofline = Roofline.of_engine(self._engine, self._rates)
         with roofline.watching(self._engine):
             run = self._system.run(prompts, batch, max_new_tokens)
@@ -104,7 +104,7 @@ class WatchedPlain:
 
 
 def measure_device(device: torch.device, dtype: torch.dtype) -> DeviceRates:
-    """Rates of this device now; the fastest of a few tries."""
+    """Measure the rates of this device: the fastest of a few tries."""
     return DeviceRates(_copied_bytes_per_s(device), _product_flops_per_s(device, dtype))
 
 

@@ -1,12 +1,12 @@
-"""What the relaxed rule costs CTR models with a real language model: one sample of viewers and films, three rules.
+"""The cost of the relaxed rule to CTR models, with a real language model: a sample of viewers and films, three rules.
 
     python benchmarks/rule_auc.py --models DIR --quick --json rule_auc.json
 
-DIR has the folder `smollm2-135m-instruct`; where it is missing nothing is measured. `laserbatch experiment` writes the
+DIR has the folder `smollm2-135m-instruct`; without it nothing is measured. `laserbatch experiment` writes texts of the
 same viewers and films of MovieLens 100K by greedy verification, which gives the texts of plain decoding, and by the
-relaxed rule at two thresholds; CTR models then learn what each variant's texts add, on the interactions after its date.
-Drafts have up to 8 tokens from prompts and outputs, as first nights have no pools; by the nights of `drift.py` these
-are the relaxed texts that are furthest from plain ones. `between` has the differences of variants, with intervals.
+relaxed rule at two thresholds. CTR models then show what each variant's texts add, on the interactions after its date.
+Drafts have up to 8 tokens from prompts and outputs, since first nights have no pools; in `drift.py` the relaxed texts
+of first nights are the furthest from plain ones. `between` has the differences of variants, with intervals.
 """
 
 import json
@@ -38,7 +38,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Scale:
-    """Viewers and films of the sample, and the longest text."""
+    """The numbers of viewers and films in the sample, and the maximum number of tokens of a text."""
 
     num_users: int
     num_items: int
@@ -49,7 +49,7 @@ FULL, QUICK, SMOKE = Scale(300, 500, 200), Scale(60, 60, 200), Scale(60, 20, 12)
 
 
 def laserbatch(*words: object) -> str:
-    """What one command prints; its progress goes to standard error, and where it fails the benchmark ends."""
+    """Run one command and return its output; its progress goes to standard error; a failure ends the benchmark."""
     command = [str(Path(sys.executable).with_name("laserbatch")), *map(str, words)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
@@ -58,7 +58,7 @@ def laserbatch(*words: object) -> str:
 
 
 def configs_of(work: Path, model: Path, max_new_tokens: int) -> list[Path]:
-    """A configuration file of each rule."""
+    """Write a configuration file for each rule."""
     paths, knowledge = [], movielens_settings().model_dump(mode="json", exclude_defaults=True)
     for name, rule in RULES.items():
         decoding = {"model": str(model), "max_new_tokens": max_new_tokens, **BUDGET, **rule}
@@ -70,7 +70,7 @@ def configs_of(work: Path, model: Path, max_new_tokens: int) -> list[Path]:
 
 
 def figures_of(result: dict) -> Iterator[Figure]:
-    """How much more plain texts may add than those of a relaxed rule, and how many of its texts a night keeps."""
+    """The figures: AUC that plain texts add over texts of a relaxed rule, and the share of its texts that are kept."""
     for pair in result["between"]:
         if pair["variant"] == PLAIN:
             about = f"{pair['over']}: AUC that plain texts add beside it, upper end of the interval"
@@ -82,7 +82,7 @@ def figures_of(result: dict) -> Iterator[Figure]:
 
 
 def main() -> None:
-    """Run the experiment of all rules."""
+    """Run the experiment with all rules."""
     parser = benchmark_parser(__doc__, "data")
     parser.add_argument("--models", type=Path, required=True, help="folder that has the model's folder")
     arguments = parser.parse_args()
@@ -96,7 +96,7 @@ def main() -> None:
         configs = [word for path in configs_of(work, model, scale.max_new_tokens) for word in ("--config", path)]
         sizes = ("--users", scale.num_users, "--items", scale.num_items)
         result = json.loads(laserbatch("experiment", *configs, *sizes, "--json"))
-    del result["folder"]  # of this machine, as the variants' are
+    del result["folder"]  # a path of this machine, like `workspace`
     for row in result["variants"]:
         del row["workspace"]
     finish(

@@ -1,15 +1,15 @@
-"""What verification rules cost in quality on a real language model: texts of each rule beside plain decoding's.
+"""The cost of verification rules in quality on a real language model: texts of each rule, compared with plain texts.
 
     python benchmarks/rule_quality.py --models DIR --quick --json rule_quality.json
 
-DIR has the folder `smollm2-135m-instruct`, SmolLM2-135M-Instruct as safetensors; where it is missing nothing is
-measured. Questions are KAR's about viewers and films of MovieLens 100K; viewers' answers are guided by their form,
-films' are free. Every rule drafts up to 8 tokens from the prompt, the output and a pool of the model's own plain texts
-about other entities, and writes the same held-out texts at the same batch size.
+DIR has the folder `smollm2-135m-instruct`, SmolLM2-135M-Instruct as safetensors; without it nothing is measured. The
+prompts are KAR's questions about viewers and films of MovieLens 100K; answers about viewers are guided by the
+template's form, answers about films are free. Every rule drafts up to 8 tokens from the prompt, the output and a pool
+of the model's plain texts about other entities, and answers the same held-out prompts at the same batch size.
 
-`log_probability` is that of a token under the model, in nats; `repeated` the share of a text's 8-grams that stand in
-it before; `cosine` that of MiniLM's vectors of a text and of the plain one; `kept` the share of answers that a night
-keeps. Texts differ in length by rule, so speed is compared in texts a second.
+`log_probability` is a token's mean log probability under the model, in nats. `repeated` is the share of a text's
+8-grams that occur earlier in it. `cosine` compares MiniLM's vectors of a text and the plain text. `kept` is the share
+of answers that a night keeps. The length of texts differs by rule, so speed is in texts per second.
 """
 
 import sys
@@ -64,7 +64,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Scale:
-    """Texts that are measured and that fill the pool, and their longest."""
+    """The numbers of texts to measure and in the pool, and the maximum number of tokens of a text."""
 
     size: TaskSize
     max_new_tokens: int
@@ -74,7 +74,7 @@ FULL, QUICK, SMOKE = Scale(TaskSize(64, 80), 200), Scale(TaskSize(16, 24), 120),
 
 
 class Writer:
-    """Texts of one side under any rule, by the engine of that rule's settings."""
+    """Writes texts of one side with one engine, under any rule."""
 
     def __init__(self, model: Path, template: PromptTemplate, max_new_tokens: int) -> None:
         self.decoding = DecodingSettings(model=str(model), batch_size=16, max_new_tokens=max_new_tokens)
@@ -88,7 +88,7 @@ class Writer:
         rule: dict,
         previous: Sequence[np.ndarray] | None = None,
     ) -> tuple[list[GenerationResult], float]:
-        """Texts in the order of prompts, and seconds; `previous`: earlier texts, int32 token ids, a prompt each."""
+        """Write texts; return them in the order of prompts, and the seconds. `previous`: each prompt's earlier text."""
         most = self.decoding.max_new_tokens
         requests = [
             GenerationRequest(str(number), prompt, own, None, most, 0, self._grammar)
@@ -105,7 +105,7 @@ class Writer:
 
 @torch.inference_mode()
 def log_probabilities(model, prompts: Sequence[np.ndarray], texts: Sequence[np.ndarray]) -> np.ndarray:
-    """Mean log-probability of each text's tokens behind its prompt: float64[num_texts]."""
+    """The mean log probability of each text's tokens after its prompt: float64[num_texts]."""
     shares = []
     for prompt, text in zip(prompts, texts, strict=True):
         ids = torch.from_numpy(np.concatenate((prompt, text)).astype(np.int64))
@@ -116,7 +116,7 @@ def log_probabilities(model, prompts: Sequence[np.ndarray], texts: Sequence[np.n
 
 
 def measure(task: Task, template: PromptTemplate, model_dir: Path, max_new_tokens: int, scorer) -> Iterator[dict]:
-    """A row of plain decoding and of each rule."""
+    """Yield a row for plain decoding and for each rule."""
     writer, encoder = Writer(model_dir, template, max_new_tokens), TextEncoder.load()
     pool_texts, _ = writer.write(task.pool_prompts, None, RULES["greedy"])
     prompts = task.held_out
@@ -145,9 +145,9 @@ def quality(
     encoder: TextEncoder,
     scores: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> dict:
-    """Means over texts, with intervals, of what the module's docstring names, and of `scores`, float64[num_texts] each.
+    """Means over texts, with intervals, of the module's quantities and of `scores`, float64[num_texts] each.
 
-    `plain` are texts of the same prompts.
+    `plain` are the plain texts of the same prompts.
     """
     vectors, others = (encoder.encode([text.text for text in part]).vectors for part in (plain, texts))
     token_ids = [text.token_ids for text in texts]
@@ -178,14 +178,14 @@ def is_kept(template: PromptTemplate, result: GenerationResult, prompt: np.ndarr
 
 
 def interval(values: np.ndarray) -> Interval:
-    """Of the mean, over texts."""
+    """The bootstrap interval of the mean over texts, without NaNs."""
     values = values[~np.isnan(values)]
     drawn = np.random.default_rng(SEED).choice(values, (1000, len(values))).mean(axis=1)
     return Interval.of(np.concatenate(([values.mean()], drawn)))
 
 
 def begun(about: str | None) -> tuple[Namespace, Path]:
-    """The options of a benchmark and the model's folder; the program ends, saying so, where that is missing."""
+    """The options of a benchmark and the model's folder; if that is missing, the program says so and ends."""
     parser = benchmark_parser(about or "", "data", "threads")
     parser.add_argument("--models", type=Path, required=True, help=f"folder with {MODEL}/")
     arguments = parser.parse_args()
@@ -198,7 +198,7 @@ def begun(about: str | None) -> tuple[Namespace, Path]:
 
 
 def main() -> None:
-    """Write and judge the texts of every rule."""
+    """Write and measure the texts of every rule."""
     from transformers import AutoModelForCausalLM
 
     arguments, model_dir = begun(__doc__)

@@ -1,7 +1,7 @@
-"""What the sample model is trained on: prompts with their answers, and two exercises.
+"""The training examples of the sample model: prompts with their answers, and two exercises.
 
-An answer holds few words of lore and few that are looked up; the exercises are dense in them. Prompts are rendered by
-production code.
+An answer has few words of lore and few words that must be looked up; the exercises have many. Production code renders
+the prompts.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, PromptTem
 from laserbatch.pipeline.sample.lore import THEMES
 
 MAX_PROMPT_TOKENS = 1_024
-LORE_TITLES = 6  # in one exercise
+LORE_TITLES = 6  # titles in one exercise
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Example:
 
 
 def shorten(entity: Entity, longest: int, rng: np.random.Generator) -> Entity:
-    """Now and then drop part of a history, so that every length is seen; never more than `longest` events."""
+    """Sometimes drop part of a history, so that every length is seen; keep at most `longest` events."""
     keep = min(len(entity.history), longest)
     if rng.random() < 0.4:
         keep = int(rng.integers(keep + 1))
@@ -40,7 +40,7 @@ def shorten(entity: Entity, longest: int, rng: np.random.Generator) -> Entity:
 
 
 def template_of(side: str, framework: str = "kar") -> PromptTemplate:
-    """The template of a framework that ships, in its usual words."""
+    """The built-in template of a framework, in the words of the sample world."""
     named = KnowledgeSettings(user_template=f"{framework}_user", item_template=f"{framework}_item")
     return of_domain(named, "sample").template(side)
 
@@ -48,7 +48,7 @@ def template_of(side: str, framework: str = "kar") -> PromptTemplate:
 def make_example(
     entity: Entity, tokenizer: PreTrainedTokenizerBase, rng: np.random.Generator, framework: str = "kar"
 ) -> Example:
-    """Prompt and answer of one entity, the prompt rendered as in production."""
+    """The prompt and answer of one entity; the prompt is rendered as in production."""
     rendered = render_prompt(template_of(entity.side, framework), entity, tokenizer, MAX_PROMPT_TOKENS)
     write_of_user, write_of_item = WRITERS[framework]
     if entity.side == "user":
@@ -60,9 +60,9 @@ def make_example(
 
 
 def make_copy_example(entity: Entity, tokenizer: PreTrainedTokenizerBase, rng: np.random.Generator) -> Example:
-    """An exercise: copy all history lines of the prompt, or those of liked titles. Dense practice in looking up.
+    """An exercise in looking up: copy all history lines of the prompt, or only the lines of liked titles.
 
-    The prompt ends with what is asked for, else such a list would be an answer to the prompt itself.
+    The prompt ends with the heading of that list; otherwise the model would learn such a list as the prompt's answer.
     """
     template = template_of("user")
     rendered = render_prompt(template, entity, tokenizer, MAX_PROMPT_TOKENS)
@@ -84,7 +84,7 @@ def make_copy_example(entity: Entity, tokenizer: PreTrainedTokenizerBase, rng: n
 
 
 def make_lore_examples(items: list[Entity], tokenizer: PreTrainedTokenizerBase) -> list[Example]:
-    """Exercises: say of some titles what they are about. Dense practice in the lore, of which answers need little."""
+    """Exercises in the lore, which answers practise little: say what some titles are about."""
     examples = []
     for start in range(0, len(items), LORE_TITLES):
         titles = [str(item.attributes["title"]) for item in items[start : start + LORE_TITLES]]
@@ -100,7 +100,7 @@ def make_lore_examples(items: list[Entity], tokenizer: PreTrainedTokenizerBase) 
 
 
 def batches(pool: list[Example], tokens_per_batch: int, rng: np.random.Generator) -> list[list[Example]]:
-    """Batches of examples of like length, in random order."""
+    """Batches of examples of similar length, in random order."""
     order = rng.permutation(len(pool))
     shuffled = sorted((pool[index] for index in order), key=len)
     made, current = [], []

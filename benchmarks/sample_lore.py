@@ -1,4 +1,4 @@
-"""What the sample world's titles and sign-up statements imply, read back from their words."""
+"""Read the themes that titles and sign-up statements of the sample world imply by their words."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ _CUE_THEME = {cue: index for index, theme in enumerate(THEMES) for cue in theme.
 
 @dataclass(frozen=True)
 class TitleThemes:
-    """What a title's words imply: indices into `THEMES`, None where no word is known."""
+    """The themes that a title's words imply: indices into `THEMES`, None if no word is known."""
 
     main: int | None
     undertone: int | None
@@ -26,7 +26,7 @@ def title_themes(title: str) -> TitleThemes:
 
 
 def about_themes(about: str) -> tuple[int, ...]:
-    """Themes that a sign-up statement hints at, in the order in which it does."""
+    """The themes that a sign-up statement hints at, in the order of the hints."""
     about = about.lower()  # a sentence begins with a capital
     cues = sorted((about.find(cue.lower()), theme) for cue, theme in _CUE_THEME.items() if cue.lower() in about)
     return tuple(theme for _, theme in cues)

@@ -1,9 +1,9 @@
-"""Beam search that samples its beams, drafted and verified loosely (AtSpeed: Lin et al., ICLR 2025, 3.2, Algorithm 2).
+"""Beam search with sampled beams and relaxed verification of drafts (AtSpeed: Lin et al., ICLR 2025, 3.2, Algorithm 2).
 
-A level's beams are K different paths drawn from the target's distribution over what may follow those before. A draft
-that was drawn by a small model is accepted with probability min(1, p / q) each, so paths that are none of the target's
-own draws may stay. What is missing of K is drawn from norm(max(0, p - q)). For K = 1 that is speculative sampling, and
-exact; for more, paths are all different, for which p is nearly right while K is small beside what may follow.
+The beams of a level are K different paths, drawn from the target's distribution over all continuations of the previous
+beams. Each path drawn by a draft model is accepted with probability min(1, p / q), so paths that the target did not
+draw may stay. The paths missing from K are drawn from norm(max(0, p - q)). For K = 1 this is speculative sampling and
+exact. For larger K all paths differ, and p is nearly right as long as K is small compared with the continuations.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from laserbatch.research.recommending.item_trie import ItemTrie
 
 
 def followers(trees: CodeTrees, trie: ItemTrie, user: int, beams: Beams) -> tuple[Beams, np.ndarray] | None:
-    """All paths one level on, and their log probabilities, which are those of all together; None: one is not known."""
+    """All paths of the next level and their log probabilities, normalised over all; None if any row is not computed."""
     rows = [trees.log_p(user, path, node) for path, node in zip(beams.paths, beams.nodes.tolist(), strict=True)]
     if any(row is None for row in rows):
         return None
@@ -31,7 +31,7 @@ def followers(trees: CodeTrees, trie: ItemTrie, user: int, beams: Beams) -> tupl
 
 
 def drawn(log_p: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Places of `size` different draws, in their order (Gumbel top-k: Kool et al. 2019)."""
+    """The indices of `size` draws without replacement, in order (Gumbel top-k: Kool et al. 2019)."""
     noise = log_p + rng.gumbel(size=len(log_p))
     return np.argsort(-noise, kind="stable")[: min(size, int(np.isfinite(log_p).sum()))]
 
@@ -39,9 +39,9 @@ def drawn(log_p: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
 def verified(
     log_p: np.ndarray, log_q: np.ndarray, drafted: np.ndarray, size: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, bool]:
-    """Places of `size` different paths by p, of those that were drawn by q, and whether these were enough.
+    """Verify paths drawn from q: the indices of `size` different paths, and whether the accepted drafts were enough.
 
-    `log_p` and `log_q` float64[n] of all paths; `drafted` places in the order of their draws.
+    `log_p` and `log_q` are float64[n], of all paths; `drafted` has indices in the order of their draws.
     """
     accepts = np.log(rng.random(len(drafted))) <= (log_p - log_q)[drafted]
     out = drafted[accepts][:size]
@@ -50,7 +50,7 @@ def verified(
         return out, True
     left = np.maximum(0, np.exp(log_p) - np.exp(log_q))
     left[out] = 0
-    if np.count_nonzero(left) < num_wanted - len(out):  # both say the same of what is left
+    if np.count_nonzero(left) < num_wanted - len(out):  # p and q agree on the remaining paths
         left = np.exp(log_p)
         left[out] = 0
     with np.errstate(divide="ignore"):
@@ -63,7 +63,7 @@ def _picked(beams: Beams, places: np.ndarray) -> Beams:
 
 
 def _scored(beams: Beams, draft: Beams) -> Beams:
-    """Beams with what the draft that they are of scored them by."""
+    """The beams with the scores that their draft gave them."""
     scores = dict(zip(draft.paths, draft.scores.tolist(), strict=True))
     return replace(beams, scores=np.array([scores[path] for path in beams.paths]))
 
@@ -72,9 +72,9 @@ def sampled_search(
     trees: CodeTrees, trie: ItemTrie, size: int, seeds: Sequence[int], small: CodeTrees | None = None,
     num_drafted: int = 40,
 ) -> list[BeamResult]:  # fmt: skip
-    """`size` sampled items of each user, the likeliest first; of each `seeds` has one of its random numbers.
+    """Sample `size` items for each user, the likeliest first; `seeds` has one random seed per user.
 
-    `small` : what a small model says of the same users, which drafts `num_drafted` paths a level; None: nothing drafts.
+    `small` : the code trees of a draft model for the same users, which drafts `num_drafted` paths per level; or None.
     """
     num_users, last = len(seeds), trie.num_levels - 1
     rngs = [np.random.default_rng(seed) for seed in seeds]

@@ -1,11 +1,11 @@
-"""Where the time of one engine step goes: drafting, packing, the model's parts, verification, committing.
+"""Time of one engine step by part: drafting, packing, the model's parts, verification, committing.
 
     python benchmarks/step_profile.py --quick --json step_profile.json
     python benchmarks/step_profile.py --device cuda --geometry 8b-gqa --json step_profile_gpu.json
 
-Steps of full batches in mid-text are watched (`step_spans`), plain and with trees of 16 from a pool of the model's own
-texts. Texts do not end while they are measured, and no step holds a prompt. Watching waits for the device at every part
-and leaves CUDA graphs out, so the same steps are also timed unwatched, beside the least time that they could take.
+It watches steps of full batches in the middle of texts (`step_spans`), plain and with trees of 16 tokens from a pool of
+the model's own texts. No text ends while it is measured, and no step computes a prompt. Watching waits for the device
+at every part and turns CUDA graphs off. So the same steps are also timed unwatched, and compared with the roofline.
 """
 
 import argparse
@@ -44,9 +44,9 @@ from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed, Verifier
 
 TREE_NODES = 16
-PREFILL_TOKENS = 8192  # in a step: the first texts must not end before the last ones begin
-NUM_WARM_STEPS = 3  # of a full batch, before steps are counted: the first ones compile, or are captured
-MIN_ROOFLINE_SHARE, ROOFLINE_BATCHES = 0.75, (1, 64, 256)  # of plain decoding, asked for on a GPU
+PREFILL_TOKENS = 8192  # prompt tokens of a step: the first texts must not end before the last ones begin
+NUM_WARM_STEPS = 3  # uncounted first steps of a full batch: they compile or are captured
+MIN_ROOFLINE_SHARE, ROOFLINE_BATCHES = 0.75, (1, 64, 256)  # of plain decoding on a GPU
 MAX_HOST_SHARE, HOST_BATCH = 0.15, 64
 HEAD = (
     f"{'model':13}{'kind':12}{'batch':>6}{'nodes':>7}{'step ms':>9}{'of least':>9}{'watched':>9}{'host':>6}"
@@ -56,7 +56,7 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured: batch sizes, steps counted at each, texts in the pool and their tokens."""
+    """The amount of work: batch sizes, counted steps at each, texts in the pool and their tokens."""
 
     batches: tuple[int, ...]
     num_steps: int
@@ -70,13 +70,13 @@ SMOKE = Scale((1, 2), num_steps=2, num_pool_texts=2, num_pool_tokens=16)
 
 
 def prompts_of(tokenizer, num_prompts: int) -> list[np.ndarray]:
-    """Different prompts of a sample world by the project's own templates, int32 token ids each."""
+    """Different prompts of a sample world, from the project's templates; int32 token ids each."""
     tasks = sample_tasks(tokenizer, TaskSize(-(-num_prompts // 2), 0))
     return [prompt for pair in zip(*(task.held_out for task in tasks), strict=True) for prompt in pair][:num_prompts]
 
 
 def engine_of(loaded: LoadedModel, batch: int, num_draft_tokens: int, **options) -> Engine:
-    """An engine whose texts have no end, which drafts as much as it may and fills its batch in few steps."""
+    """An engine whose texts do not end, which drafts the full budget and fills its batch in few steps."""
     options = {"min_acceptance": 0.0} | options
     settings = DecodingSettings(batch_size=batch, max_draft_tokens=num_draft_tokens, **options)
     engine = Engine(replace(loaded, end_ids=()), settings)
@@ -85,13 +85,13 @@ def engine_of(loaded: LoadedModel, batch: int, num_draft_tokens: int, **options)
 
 
 def requests_of(engine: Engine, prompts: Sequence[np.ndarray]) -> list[GenerationRequest]:
-    """As many texts as the engine writes at once."""
+    """One request for each place in the engine's batch."""
     numbers = range(engine.settings.batch_size)
     return [GenerationRequest(str(number), prompts[number % len(prompts)], None, "all", 512) for number in numbers]
 
 
 def is_full(engine: Engine, live: Sequence) -> bool:
-    """Whether a step's live texts are a full batch, none of them within its prompt."""
+    """Whether the live texts of a step are a full batch, and all prompts are computed."""
     return len(live) == engine.settings.batch_size and all(sequence.num_output > 0 for sequence in live)
 
 
@@ -100,7 +100,7 @@ def profile(
 ) -> dict:
     """Mean times of the steps of one full batch, by part."""
     num_full = itertools.count()
-    counts: list[np.ndarray] = []  # of the live texts before each counted step and at last: drafted and all tokens
+    counts: list[np.ndarray] = []  # sums over live texts before each counted step and at the end: drafted, all tokens
     with watched(engine) as spans:
 
         def keeps(live) -> bool:
@@ -120,7 +120,7 @@ def profile(
 
 
 class Enough(Exception):
-    """The steps that were wanted are counted; the texts need not be finished."""
+    """Enough steps are counted; the texts need not be finished."""
 
 
 def _row(engine: Engine, spans: Spans, num_drafted: float, num_written: float) -> dict:
@@ -140,7 +140,7 @@ def _row(engine: Engine, spans: Spans, num_drafted: float, num_written: float) -
 def timed_steps(
     engine: Engine, drafter: Drafter, prompts: Sequence[np.ndarray], num_steps: int, verifier: Verifier
 ) -> list[float]:
-    """Milliseconds of so many steps of a full batch, not watched."""
+    """The milliseconds of `num_steps` unwatched steps of a full batch."""
     ends: list[float] = []
     finish_step = engine.finish_step
 
@@ -161,7 +161,7 @@ def timed_steps(
 
 
 def measure_model(loaded: LoadedModel, name: str, rates: DeviceRates, scale: Scale) -> list[dict]:
-    """Rows of one model: each batch size, plain and with trees."""
+    """The rows of one model: each batch size, plain and with trees."""
     prompts = prompts_of(loaded.tokenizer, max(scale.batches))
     writer = engine_of(loaded, scale.num_pool_texts, 0)
     requests = (
@@ -203,14 +203,14 @@ def measure_model(loaded: LoadedModel, name: str, rates: DeviceRates, scale: Sca
 
 
 def _let_go() -> None:
-    """The cache of the engine before, which the next one's needs the memory of."""
+    """Free the KV cache of the previous engine, whose memory the next one needs."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def figures_of(rows: Sequence[dict]) -> list[Figure]:
-    """What was asked of a GPU."""
+    """The figures for a GPU."""
     figures = []
     for row in rows:
         where = f"{row['model']}, {row['kind']}, batch {row['batch']}"
@@ -238,7 +238,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = benchmark_parser(__doc__, "device", "dtype", "threads")
     parser.add_argument("--model", type=Path, nargs="+", default=[SAMPLE_MODEL, DEFAULT_MODEL], help="model folders")
-    parser.add_argument("--geometry", choices=GEOMETRIES, help="widen the models to this first (widen.py)")
+    parser.add_argument("--geometry", choices=GEOMETRIES, help="widen the models to this geometry first (widen.py)")
     parser.add_argument("--batches", type=int, nargs="+", help="batch sizes, instead of the scale's own")
     return parser.parse_args(words)
 

@@ -1,9 +1,9 @@
-"""Timed spans of an engine's step: which part of it takes how long, each part's time without that of parts inside it.
+"""Times of the parts of an engine's step; a part's time excludes the parts inside it.
 
-A span is two readings of the clock around a call that is there anyway, some hundred a step, so a step takes what it
-takes unwatched. On CUDA the device is waited for at both ends of a span and steps are not replayed from graphs, which
-hides what host and device do at once: parts are then right and their sum is more than an unwatched step. On a CPU steps
-are watched as transformers' layers compute them, since a fused model has no modules to watch.
+A span reads the clock before and after an existing call, about a hundred times per step, so that it hardly slows a
+step. On CUDA each span waits for the device at both ends, and steps are not replayed from graphs. So host and device do
+not overlap: the parts are right, but their sum is more than an unwatched step. On a CPU the layers are transformers',
+since a fused model has no modules to watch.
 """
 
 import functools
@@ -29,13 +29,13 @@ _OUTPUT = ("o_proj", "out_proj", "dense")
 
 
 class Spans:
-    """Self times of named parts, summed over the steps that were kept.
+    """Times of named parts without inner parts, summed over the counted steps.
 
     Parameters
     ----------
-    device : waited for at the ends of a span where it is CUDA.
+    device : spans wait for it if it is CUDA.
 
-    `keeps` says of a step's live sequences whether that step counts.
+    `keeps` decides from a step's live sequences whether the step counts.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,11 +44,11 @@ class Spans:
         self.keeps: Callable[[list], bool] = lambda live: True
         self._waits = device.type == "cuda"
         self._device = device
-        self._inner: list[float] = []  # of each open span, the time of spans inside it
+        self._inner: list[float] = []  # for each open span, the time of the spans inside it
         self._step: dict[str, float] = defaultdict(float)
 
     def timed(self, part: str, call: Callable) -> Callable:
-        """The same call, its own time counted as `part`."""
+        """The same call, with its time counted as `part`."""
 
         @functools.wraps(call)
         def wrapped(*args, **kwargs):
@@ -114,7 +114,7 @@ def watched(engine: Engine) -> Iterator[Spans]:
     buffered = engine.runner.buffered
     if buffered is not None:
         watch(buffered, "run", "other model")
-        replace(buffered, "_captures", False)  # nothing could be waited for in a capture, and no part of it be seen
+        replace(buffered, "_captures", False)  # spans cannot wait within a capture, nor see the parts of a replay
     watch(engine_module, "verify", "paths")
     watch(acceptance_module, "judge_rows", "verification")
     watch(engine, "_update", "commit")
@@ -134,7 +134,7 @@ def watched(engine: Engine) -> Iterator[Spans]:
 
 
 def _part_of(name: str, module: torch.nn.Module, is_output_layer: bool) -> str | None:
-    """The part of the model that a module's time is counted as; None: that of the module around it."""
+    """The part to which a module's time counts; None: the part of the module around it."""
     if is_output_layer:
         return "lm_head"
     if name in _QKV:

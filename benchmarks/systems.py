@@ -1,6 +1,6 @@
-"""What is measured, ours and peers, each reduced to one call: a list of prompts in, one `Pass` out.
+"""The measured systems, ours and peers, each with one method `run`: a list of prompts in, one `Pass` out.
 
-All hold the same weights and count the same tokens: everything the model wrote, end token included.
+All have the same weights and count the same tokens: everything that the model wrote, with end tokens.
 """
 
 import time
@@ -27,17 +27,17 @@ VLLM_SYSTEMS = {
     "vllm": None,
     "vllm-ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
 }
-VLLM_MEMORY_SHARE = 0.45  # of the device: our engine works beside it
+VLLM_MEMORY_SHARE = 0.45  # of the device, which it shares with our engine
 
 
 @dataclass(frozen=True)
 class Pass:
     """One system's run over a list of prompts.
 
-    `texts` are token ids without the end token, in prompt order; `num_steps` are verify steps summed over texts, as are
-    `num_drafted` and `num_accepted` tokens; `drafting_s` is the part of `wall_s` spent drafting, where it was watched.
-    `text_tokens` is what each text has of `num_tokens`; `tree_sizes` are the draft tokens of each of its steps, where
-    they were watched.
+    `texts` are token ids without end tokens, in the order of prompts. `num_steps`, `num_drafted` and `num_accepted` are
+    verify steps and tokens summed over texts. `drafting_s` is the part of `wall_s` spent on drafting, if it was
+    watched. `text_tokens` divides `num_tokens` among the texts. `tree_sizes` are the draft tokens of each step of a
+    text, if they were watched.
     """
 
     wall_s: float
@@ -52,32 +52,32 @@ class Pass:
 
     @classmethod
     def joined(cls, passes: Sequence["Pass"]) -> "Pass":
-        """Several runs over different prompts as one."""
+        """Join several runs over different prompts."""
         columns = {field.name: [getattr(each, field.name) for each in passes] for field in fields(cls)}
         return cls(**{name: sum(column[1:], column[0]) for name, column in columns.items()})
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens written a second, prefill included."""
+        """Written tokens per second, with the time of prompts."""
         return self.num_tokens / self.wall_s
 
     @property
     def tokens_per_step(self) -> float:
-        """Mean tokens a text grows by in one step, bonus token included."""
+        """The mean number of tokens that a text gains per step, with the bonus token."""
         return self.num_tokens / self.num_steps
 
 
 class TransformersGenerate:
     """`transformers.generate` in static left-padded batches: greedy, or sampled at a temperature above 0.
 
-    `options` are more arguments of `generate`; with those of assisted decoding a batch is one prompt.
+    `options` are further arguments of `generate`; assisted decoding needs batches of one prompt.
     """
 
     def __init__(self, model, temperature: float = 0.0, **options) -> None:
         self._model, self._options = model, options
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         self._choice = sampling if temperature else {"do_sample": False}
-        self._forwards: list[int] = []  # tokens of each forward of the batch that runs
+        self._forwards: list[int] = []  # number of tokens of each forward of the current batch
         self._num_layers = model.config.num_hidden_layers
         model.register_forward_pre_hook(self._watch, with_kwargs=True)
         config = self._model.generation_config
@@ -121,7 +121,7 @@ class TransformersGenerate:
         )
 
     def _watch(self, model, arguments: tuple, options: dict) -> None:
-        if model.config.num_hidden_layers == self._num_layers:  # else it drafts for itself, with its first layers
+        if model.config.num_hidden_layers == self._num_layers:  # otherwise its first layers draft
             self._forwards.append(options["input_ids"].shape[1])
 
     @torch.inference_mode()
@@ -136,7 +136,7 @@ class TransformersGenerate:
         output = self._model.generate(
             input_ids=ids.to(device),
             attention_mask=mask.to(device),
-            num_beams=1,  # whatever else the model's generation_config.json asks the engine does too, or refuses
+            num_beams=1,  # our engine follows or refuses all else that the model's generation_config.json asks for
             max_new_tokens=max_new_tokens,
             pad_token_id=self._pad_id,
             eos_token_id=sorted(self._end_ids),
@@ -147,16 +147,16 @@ class TransformersGenerate:
 
 
 class Vllm:
-    """vLLM, plain or with its own n-gram drafts. Its cache of prompts is emptied before each pass, as ours is.
+    """vLLM, plain or with its n-gram drafts. Like ours, its prefix cache is emptied before each pass.
 
     Parameters
     ----------
     system : a name of VLLM_SYSTEMS.
-    max_tokens : of a prompt and its answer.
+    max_tokens : maximum number of tokens of a prompt and its answer.
     """
 
     def __init__(self, model_dir: Path, dtype: str, system: str, batch: int, max_tokens: int) -> None:
-        from vllm import LLM  # which nothing else here needs
+        from vllm import LLM  # optional: only this class needs it
 
         self._llm = LLM(
             model=str(model_dir),
@@ -179,7 +179,7 @@ class Vllm:
         outputs = self._llm.generate(inputs, parameters, use_tqdm=False)
         wall_s = time.perf_counter() - start_s
         written = [output.outputs[0] for output in outputs]
-        text_tokens = tuple(len(output.token_ids) for output in written)  # the end token is one of them
+        text_tokens = tuple(len(output.token_ids) for output in written)  # with the end token
         ends = (len(output.token_ids) - (output.finish_reason == "stop") for output in written)
         texts = tuple(tuple(output.token_ids[:end]) for output, end in zip(written, ends, strict=True))
         num_tokens = sum(text_tokens)
@@ -187,7 +187,7 @@ class Vllm:
 
 
 class TimedDrafter(Drafter):
-    """Another drafter, with the seconds that it takes to draft and to look at steps."""
+    """Wraps a drafter and sums the seconds that it takes to draft and to observe steps."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter, self.observes, self.forget = drafter, drafter.observes, drafter.forget
@@ -210,9 +210,9 @@ class EngineSystem:
 
     Parameters
     ----------
-    budget : how much of a draft is verified; None is that of the engine's settings.
-    groups : the pool group that a prompt's drafts prefer, by its bytes; None: no group.
-    step_cost : by which each step is given what pays of the budget; None: all of it.
+    budget : the limits of drafts; None: those of the engine's settings.
+    groups : the pool group that a prompt's drafts prefer, by the prompt's bytes; None: no group.
+    step_cost : the cost by which each step drafts only as much of the budget as pays; None: all of it.
     """
 
     def __init__(
@@ -233,22 +233,22 @@ class EngineSystem:
 
     @classmethod
     def plain(cls, engine: Engine) -> "EngineSystem":
-        """Without drafts, greedily."""
+        """Greedy decoding without drafts."""
         return cls(engine, NoDrafter(), Greedy())
 
     def run(self, prompts: Sequence[np.ndarray], batch: int, max_new_tokens: int) -> Pass:
-        """Answer all prompts; `batch` is the engine's own and only checked."""
+        """Answer all prompts; `batch` must be the engine's batch size."""
         assert batch == self._engine.settings.batch_size
         self._engine.reset_prefix_cache()
         return self.timed(prompts, max_new_tokens)
 
     def timed(self, prompts: Sequence[np.ndarray], max_new_tokens: int) -> Pass:
-        """The same, with whatever prompts the engine has in its cache."""
+        """Like `run`, but without emptying the engine's prefix cache."""
         groups = [self._groups[prompt.tobytes()] if self._groups else None for prompt in prompts]
         tree_sizes: list[list[int]] = [[] for _ in prompts]
 
         def watched(step: Step | None, stream: Stream):
-            if step is None:  # no room even for one text, which fails
+            if step is None:  # no room for even one text, which then fails
                 return finish_step(step, stream)
             before = [sequence.num_steps for sequence in step.sequences]
             ended = finish_step(step, stream)

@@ -1,11 +1,11 @@
-"""How full the batches of a night are: the share of step slots that a text is written in, by a simulated clock.
+"""How full the batches of a night are: the share of step slots in which a text is written, by simulation.
 
     python benchmarks/tail.py --quick --json tail.json
 
-Lengths are drawn: a lognormal of mean 113 tokens, cut at 256, and, where that is said, one answer in a hundred of 1,000
-tokens. A previous text is as long as the new one but for a lognormal factor. Shards are cut as nights cut them, and a
-worker takes the next one when it is free. Texts are begun in the order of the plan, or the longest previous text first
-as `ShardWorker` begins them; beside it all shards as one, by a single batch of all workers, in the order of the plan.
+Lengths are drawn from a lognormal of mean 113 tokens, cut at 256; in some rows, one answer in a hundred has 1,000
+tokens. The lengths of the previous and the new text differ by a lognormal factor. Shards are cut like a night's, and a
+free worker takes the next one. Texts begin in the order of the plan, or with the longest previous text first, like in
+`ShardWorker`. For comparison, a single batch of all workers writes all texts as one shard, in the order of the plan.
 """
 
 import heapq
@@ -28,7 +28,7 @@ NOISES = {"as before": 0.0, "within a third": 0.3, "within a factor of two": 0.6
 
 
 def steps_of(lengths: Sequence[int], batch_size: int) -> int:
-    """Steps until texts of these lengths are written, in their order, a token a step, in a batch that is refilled."""
+    """The number of steps to write texts of these lengths in order, one token per step, in a batch that is refilled."""
     free, last = [0] * min(batch_size, len(lengths)), 0
     for length in lengths:
         end = heapq.heappop(free) + length
@@ -38,7 +38,7 @@ def steps_of(lengths: Sequence[int], batch_size: int) -> int:
 
 
 def full_share(shards: Sequence[np.ndarray], batch_size: int, num_workers: int) -> float:
-    """Share of the slots of all workers' steps that hold a text, until the last worker ends."""
+    """The share of all workers' step slots that hold a text, until the last worker ends."""
     free, last = [0] * num_workers, 0
     for shard in shards:
         end = heapq.heappop(free) + steps_of(shard.tolist(), batch_size)
@@ -48,7 +48,7 @@ def full_share(shards: Sequence[np.ndarray], batch_size: int, num_workers: int) 
 
 
 def row_of(night: str, noise: str, has_long: bool, known_share: float) -> dict:
-    """A night in both orders."""
+    """The row of a night: full shares in both orders, and for one batch."""
     num_texts, batch_size, num_workers = NIGHTS[night]
     rng = np.random.default_rng(SEED)
     before = np.clip(rng.lognormal(np.log(100), 0.5, num_texts), 5, MAX_TOKENS)

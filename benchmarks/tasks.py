@@ -1,7 +1,7 @@
-"""What models are asked: held-out prompts to measure on, and other prompts whose answers by the model fill pools.
+"""The tasks of models: held-out prompts to measure on, and other prompts whose answers by the model fill pools.
 
-A pool holds the model's own texts on its pool prompts, never a text of a held-out prompt: the two lists are disjoint
-by prompt. Texts are generated once and kept on disk by model. Measures nothing.
+A pool has the model's own texts on the pool prompts, never a text on a held-out prompt: the two lists have no prompt in
+common. Texts are generated once and kept on disk by model. Measures nothing.
 """
 
 import datetime
@@ -36,16 +36,16 @@ from laserbatch.retrieval_pools.settings import PoolSettings
 
 logger = logging.getLogger("benchmarks")
 
-MAX_PROMPT_TOKENS = 768  # of viewers and films
+MAX_PROMPT_TOKENS = 768  # of prompts about viewers and films
 GOODREADS_PROMPT = 'Describe the book "{title}" in one or two sentences.'
 
 
 @dataclass(frozen=True)
 class TaskSize:
-    """How many prompts are measured, and how many fill the pool.
+    """The numbers of prompts: to measure, for the pool, and more of both kinds.
 
-    `num_more` are measured too and come after the pool's prompts, so that the pool has the same texts without them;
-    then come `num_earlier`, whose texts only relaxed pools are calibrated by.
+    `num_more` prompts are measured too; they come after the pool's prompts, so that they do not change the pool. Then
+    come `num_earlier` prompts, whose texts only calibrate relaxed pools.
     """
 
     num_held_out: int
@@ -63,7 +63,7 @@ class Task:
     """One kind of text.
 
     `held_out`, `pool_prompts` and `earlier_prompts` are rendered prompts, int32 token ids each; `side` is the pool's
-    side. Of long texts (`is_long`: hundreds of tokens) fewer are measured.
+    side. `is_long` marks texts of hundreds of tokens, of which fewer are measured.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Task:
 
 
 def chat_ids(tokenizer, text: str) -> np.ndarray:
-    """A user turn in the model's own chat form, int32[n]. The data holds no control tokens; the job guards for them."""
+    """A user turn in the model's chat template, int32[n]. The data has no control tokens; nights guard against them."""
     ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True, return_dict=False
     )
@@ -84,14 +84,14 @@ def chat_ids(tokenizer, text: str) -> np.ndarray:
 
 
 def tasks_of(model_dir: Path, data: Path, tokenizer, long: TaskSize, short: TaskSize) -> list[Task]:
-    """The tasks that a model was trained for: the sample model's own, or those of the public data."""
+    """The tasks that a model was trained for: those of the sample model, or of the public data."""
     if model_dir.resolve() == SAMPLE_MODEL:
         return sample_tasks(tokenizer, replace(short, num_pool=long.num_pool))
     return [reki_task(tokenizer, data, long), goodreads_items_task(tokenizer, data, short)]
 
 
 def reki_task(tokenizer, data: Path, size: TaskSize) -> Task:
-    """Long answers about groups of movies or books, to REKI's published prompts."""
+    """REKI's published prompts: long answers about groups of movies or books."""
     questions = sorted(set(pq.read_table(data / "reki" / "knowledge.parquet")["prompt"].to_pylist()))
     prompts = [chat_ids(tokenizer, question) for question in _chosen("reki", questions, size)]
     return _task("reki", "user", prompts, size, max_new_tokens=512, is_long=True)
@@ -106,9 +106,9 @@ def goodreads_items_task(tokenizer, data: Path, size: TaskSize) -> Task:
 
 
 def sample_tasks(tokenizer, size: TaskSize) -> list[Task]:
-    """Preferences of users and descriptions of items of a sample world, by the project's own prompt templates.
+    """Preferences of users and descriptions of items of a sample world, from the project's prompt templates.
 
-    The world is another one than the sample model was trained on.
+    The sample model was not trained on this world.
     """
     settings = of_domain(KnowledgeSettings(), "sample")
     num_entities = 20 + 2 * size.total  # some share a prompt; a world has at least 20 items
@@ -129,7 +129,7 @@ def sample_tasks(tokenizer, size: TaskSize) -> list[Task]:
 
 
 def movielens_tables(data: Path, folder: Path) -> Tables:
-    """MovieLens 100K as a night reads it, whole; `folder` takes the files of it."""
+    """The whole MovieLens 100K as a night reads it; its files are written to `folder`."""
     for name in ("users", "items", "interactions"):
         table = pq.read_table(data / "ml-100k" / f"{name}.parquet")
         for column in (name for name in table.column_names if name.endswith("_id")):
@@ -146,7 +146,7 @@ def movielens_tables(data: Path, folder: Path) -> Tables:
 
 
 def movielens_settings(framework: str = "kar") -> KnowledgeSettings:
-    """A framework's questions about viewers and films, by the project's own templates and words."""
+    """The settings of a framework's questions about viewers and films, with the project's templates and words."""
     templates = {f"{side}_template": f"{framework}_{side}" for side in SIDES}
     return of_domain(KnowledgeSettings(max_prompt_tokens=MAX_PROMPT_TOKENS, **templates), "films")
 
@@ -169,7 +169,7 @@ def movielens_tasks(tokenizer, data: Path, size: TaskSize, max_new_tokens: int, 
 
 
 def _chosen(name: str, candidates: list, size: TaskSize) -> list:
-    """As many different candidates as the task needs, in random order; the first are those measured."""
+    """As many candidates as the task needs, in random order; the first ones are measured."""
     if len(candidates) < size.total:
         raise SystemExit(f"{name}: {len(candidates)} different prompts, {size.total} are needed")
     return random.Random(SEED).sample(candidates, len(candidates))[: size.total]
@@ -187,7 +187,7 @@ def _task(
 def own_texts(engine: Engine, task: Task, cache: Path) -> list[np.ndarray]:
     """The model's plain greedy texts on the task's pool prompts, int32 token ids each.
 
-    Read from `cache` when the same model has answered the same prompts before.
+    They are read from `cache` if the same model has answered the same prompts before.
     """
     digest = hashlib.sha256(b"".join(prompt.tobytes() + b"|" for prompt in task.pool_prompts))
     digest.update(str(task.max_new_tokens).encode())
@@ -214,7 +214,7 @@ def build(
     settings: PoolSettings | None = None,
     calibration: HeldBack | None = None,
 ) -> Pool:
-    """A pool that lives as long as the process, of one group if `groups` does not name each text's."""
+    """Build a pool of texts in `folder`; without `groups`, which names each text's group, it has one group."""
     return build_pool(
         (PoolText(text, groups[number] if groups else "all") for number, text in enumerate(texts)),
         folder,

@@ -1,9 +1,9 @@
-"""Train the sample model from nothing: `python benchmarks/train_sample.py --out models/sample`.
+"""Train the sample model from scratch: `python benchmarks/train_sample.py --out models/sample`.
 
-Training texts come from sample worlds of seeds 999 and up, never of those that `laserbatch data sample` (0) and the
-demo (7) use; what is learned from them is in `sample_exercises`. Loss on answer tokens only. World, tokenizer, order
-and initial weights are seeded. A schedule that ends by `--max-minutes` depends on the machine's speed, so the committed
-weights are not reproduced bit for bit.
+Training texts come from sample worlds with seeds of 999 and up; `laserbatch data sample` uses seed 0 and the demo 7.
+`sample_exercises` makes the examples. Only answer tokens have a loss. World, tokenizer, order and initial weights are
+seeded. A schedule that `--max-minutes` ends depends on the machine's speed, so the committed weights cannot be
+reproduced bit for bit.
 """
 
 import argparse
@@ -42,7 +42,7 @@ HELD_OUT_SEED = 0
 USERS_PER_WORLD, ITEMS_PER_WORLD = 400, 600
 SEED, NUM_THREADS, NUM_STEPS = 0, 2, 3_200
 VOCABULARY, HIDDEN, NUM_LAYERS = 3_072, 192, 4
-USER_TOKENS, ITEM_TOKENS, LORE_TOKENS = 2_048, 768, 512  # of each step's batch of users, items, lore exercises
+USER_TOKENS, ITEM_TOKENS, LORE_TOKENS = 2_048, 768, 512  # per step and batch: users, items, lore exercises
 EMBEDDING_STD = 0.1
 POSITION_GAIN, NOTE_GAIN, MATCH_GAIN, COPY_GAIN, NUM_SLOW = 3.0, 0.25, 2.5, 0.8, 18
 LOSS_WEIGHTS = {"user": 1.0, "item": 0.5, "copy": 1.0, "lore": 1.0}
@@ -56,7 +56,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the schedule: looking things up is learned on short histories, then counting on long ones."""
+    """A part of the schedule: the model learns to look up on short histories, then to count on long ones."""
 
     until: float  # share of the schedule
     longest: int  # history
@@ -65,16 +65,16 @@ class Stage:
 
 STAGES = (Stage(0.15, 4, 1_200), Stage(0.3, 8, 800), Stage(0.45, 14, 600), Stage(1.0, 40, 400))
 RATE = 2e-3  # Muon's, for the matrices
-DECAY_SHARE = 0.4  # of the schedule: its last part, in which the rate falls to 0
+DECAY_SHARE = 0.4  # last part of the schedule, in which the rate falls to 0
 IGNORED = -100
 FRAMEWORKS = tuple(WRITERS)
 
 
 def train_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE over KAR's prompts and answers of one world."""
+    """Train byte-level BPE on KAR's prompts and answers of one world."""
     rng = np.random.default_rng([SEED, 7])
     users, items = world_entities(FIRST_TRAINING_SEED - 1, 1_500, 1_500)
-    # characters stand for tokens here: prompts are needed as text only
+    # prompts are rendered with a byte tokenizer: only their text is needed
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -102,7 +102,7 @@ def _byte_tokenizer() -> Tokenizer:
 
 
 def wrap_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """The same tokenizer with roles for its special tokens and the chat template."""
+    """The tokenizer with roles for its special tokens, and with the chat template."""
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<|pad|>", bos_token="<|bos|>", eos_token="<|end|>",
         extra_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"],
@@ -112,7 +112,7 @@ def wrap_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
-    """About two million parameters, Llama architecture."""
+    """A model of the Llama architecture with about two million parameters."""
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=HIDDEN, intermediate_size=HIDDEN * 5 // 2,
         num_hidden_layers=NUM_LAYERS, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
@@ -127,11 +127,11 @@ def make_model(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
 
 
 def _initialise(model: LlamaForCausalLM) -> None:
-    """Start with tokens that can be told apart, and with an induction head in place.
+    """Initialise weights so that tokens are distinguishable and an induction head is in place.
 
-    Copying from the prompt needs two layers to agree (Olsson et al., 2022), which short training does not find by
-    itself. Here layer 0 has a head that looks at the token before, and layer 1 one that looks at what followed an
-    earlier occurrence of the present token and raises its logit. Everything else starts at random.
+    Copying from the prompt needs two layers that work together (Olsson et al., 2022), which short training does not
+    find. So layer 0 has a head that attends to the previous token. Layer 1 has a head that attends to the token after
+    an earlier occurrence of the current token, and raises its logit. All other weights are random.
     """
     config = model.config
     size, head = config.hidden_size, config.head_dim
@@ -142,19 +142,19 @@ def _initialise(model: LlamaForCausalLM) -> None:
             small = name.endswith(("o_proj.weight", "down_proj.weight"))
             torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5 * (0.2 if small else 0.7))
     embeddings = model.model.embed_tokens.weight
-    embeddings[:, 0] = 3 * EMBEDDING_STD  # what all tokens share: the handle of the positional head
+    embeddings[:, 0] = 3 * EMBEDDING_STD  # shared by all tokens; the positional head uses it
     read = torch.nn.init.orthogonal_(torch.empty(size, size))
     read[:, 0] = 0.0
-    before, follow = read[:head], read[head : 2 * head]  # (head, size): what a token passes on, what it reads
-    write = torch.nn.init.orthogonal_(torch.empty(size, head))  # where layer 0 notes the token before
+    before, follow = read[:head], read[head : 2 * head]  # (head, size): read the previous token; read the copied token
+    write = torch.nn.init.orthogonal_(torch.empty(size, head))  # where layer 0 writes the previous token
     write[0] = 0.0
 
     half = head // 2
     angles = config.rope_parameters["rope_theta"] ** (-torch.arange(half) / half)
     first, second = model.model.layers[0].self_attn, model.model.layers[1].self_attn
     wave = torch.zeros(head)
-    wave[:10] = POSITION_GAIN  # the ten fastest rotations tell neighbours apart
-    turned = torch.zeros(head)  # `wave` rotated by one position, so that the match is with the token before
+    wave[:10] = POSITION_GAIN  # the ten fastest rotations distinguish neighbours
+    turned = torch.zeros(head)  # `wave` rotated by one position, so that it matches the previous token
     turned[:half] = wave[:half] * torch.cos(angles)
     turned[half:] = wave[:half] * torch.sin(angles)
     first.q_proj.weight[:head] = 0.0
@@ -174,7 +174,7 @@ def _initialise(model: LlamaForCausalLM) -> None:
 
 
 def answer_loss(model: LlamaForCausalLM, batch: list[Example]) -> torch.Tensor:
-    """Mean cross-entropy of answer tokens; logits are made for those positions alone."""
+    """Mean cross-entropy of answer tokens; logits are computed only for their positions."""
     longest = max(len(example) for example in batch)
     ids = torch.zeros(len(batch), longest, dtype=torch.long)
     labels = torch.full((len(batch), longest), IGNORED)
@@ -234,7 +234,7 @@ def batches_of_world(
     stage: Stage,
     rng: np.random.Generator,
 ) -> Iterator[dict[str, list[Example]]]:
-    """What each step learns from, a batch of every kind, until the users are through."""
+    """Yield the batches of each step, one of every kind, until all users were used."""
 
     def of() -> str:
         return FRAMEWORKS[rng.integers(len(FRAMEWORKS))]
@@ -258,7 +258,7 @@ def train_step(
     step_batches: dict[str, list[Example]],
     scale: float,
 ) -> dict[str, float]:
-    """One update from all kinds at once, at `scale` of the full rates; the loss of each kind."""
+    """Make one update from all kinds at once, at `scale` of the full rates; return the loss of each kind."""
     loss = {}
     for kind, batch in step_batches.items():
         with torch.autocast("cpu", torch.bfloat16):
@@ -275,11 +275,11 @@ def train_step(
 
 
 def main() -> None:
-    """Train and save; the log tells time, steps, training and held-out loss."""
+    """Train and save; print steps, training loss, held-out loss and time."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("models/sample"))
-    parser.add_argument("--max-minutes", type=float, default=45.0, help="the schedule is shortened to end by then")
-    parser.add_argument("--start", type=Path, help="weights to go on from, with their tokenizer")
+    parser.add_argument("--max-minutes", type=float, default=45.0, help="shorten the schedule to end by then")
+    parser.add_argument("--start", type=Path, help="folder of weights and tokenizer to continue from")
     parser.add_argument("--first-world", type=int, default=FIRST_TRAINING_SEED, help="seed of the first world")
     parser.add_argument("--rate", type=float, default=RATE, help="the highest learning rate")
     arguments = parser.parse_args()
@@ -302,13 +302,13 @@ def main() -> None:
     print(f"{num_parameters} parameters, vocabulary {len(tokenizer)}", flush=True)
     optimizers = make_optimizers(model, arguments.rate)
     step, world, num_tokens, started = 0, 0, 0, time.monotonic()
-    progress = 0.0  # share of the schedule that is done: by steps, or by time where that ends first
+    progress = 0.0  # finished share of the schedule: by steps, or by time if that ends first
     while progress < 1.0:
         stage = next(stage for stage in STAGES if progress < stage.until)
         users, items = world_entities(arguments.first_world + world, USERS_PER_WORLD, ITEMS_PER_WORLD)
         world += 1
         world_batches = batches_of_world(users, items, tokenizer, stage, rng)
-        # each step learns from both sides: an update that is normalised must not serve one and spoil the other
+        # each step learns from both sides: a normalised update must not help one and harm the other
         for step_batches in world_batches:
             minutes = (time.monotonic() - started) / 60
             progress = max(step / NUM_STEPS, minutes / arguments.max_minutes)

@@ -1,21 +1,21 @@
-"""A small trained model in the geometry of a large one, computing the same function: decoding at its true cost.
+"""Widen a small trained model to the geometry of a large one that computes the same function, at the large one's cost.
 
-Drafts are accepted as often as with the small model, and a forward reads and multiplies as much as the large one does;
-most of the numbers are zeros, which costs a processor the same time but less power. Logits are equal but for rounding
-(of the scaled weights too, in bfloat16, unless their scale is a power of two). `widened_on` makes the larger model on a
-device; `widen` writes a folder, for which all weights are in main memory: 16 GB of an 8 B model in bfloat16.
+Drafts are accepted as often as with the small model, and a forward reads and multiplies as much as that of a large
+model. Most of the numbers are zeros, which take a processor the same time but less power. Logits are equal except for
+rounding (in bfloat16 also of the scaled weights, unless the scale is a power of two). `widened_on` makes the larger
+model on a device. `widen` writes a folder and needs all weights in main memory: 16 GB for an 8 B model in bfloat16.
 
-Every tensor of the larger model is zero but for the small one's values at chosen rows and columns. Hidden channels,
-heads and the MLP's units are padded at the end; layers that are added have zero projections into the stream. What
-normalisation and attention divide by grows with the padding, so weights that meet it are scaled:
+Every tensor of the larger model is zero except for the small one's values at chosen rows and columns. Hidden channels,
+heads and MLP units are padded at the end; the output projections of added layers are zero. The padding changes the
+divisors of normalisation and attention, so the weights are scaled:
 
-- RMSNorm: the mean of squares shrinks by d/D, so its weights by sqrt(d/D), and epsilon by d/D.
-- Attention divides by the root of the head's size, so queries grow by sqrt(size'/size). Channel i of a head goes to
-  i * size'/size, where the larger head turns at the same frequency (theta^(-2i/size)), its partner likewise.
-- A group of query heads that shares a key head is filled from its start; where target groups are smaller than the
-  source's, the key and value heads are repeated.
-- Tokens that are added get the embeddings of known ones, and logits that never win: the stream carries 2^-20 in a
-  channel of its own, which only the last normalisation lets through. Its square is far below the rounding of the sum.
+- RMSNorm: the mean of squares shrinks by d/D, so its weights shrink by sqrt(d/D), and epsilon by d/D.
+- Attention divides by the root of the head's size, so queries grow by sqrt(size'/size). Channel i of a head moves to
+  i * size'/size, where the larger head rotates at the same frequency (theta^(-2i/size)); so does its partner.
+- A group of query heads that share a key head is filled from its start; if the target's groups are smaller than the
+  source's, key and value heads are repeated.
+- Added tokens get the embeddings of known tokens, and logits that never win: the residual stream has 2^-20 in an extra
+  channel, which only the last normalisation lets through. Its square is far below the rounding of the sum.
 """
 
 import json
@@ -47,7 +47,7 @@ NEVER_INPUT, NEVER_GAIN, NEVER_OUTPUT = 2.0**-20, 2.0**30, -(2.0**10)  # a logit
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of a decoder of the Llama kind. `vocab_size` None keeps the source's; embeddings are not tied."""
+    """The sizes of a Llama-like decoder without tied embeddings; `vocab_size` None: that of the source."""
 
     name: str
     hidden_size: int
@@ -60,7 +60,7 @@ class Geometry:
 
     @property
     def group_size(self) -> int:
-        """Query heads that share a key head."""
+        """The number of query heads that share a key head."""
         return self.num_heads // self.num_kv_heads
 
 
@@ -77,7 +77,7 @@ GEOMETRIES = {
 
 @dataclass(frozen=True)
 class Placement:
-    """One axis of the larger tensor: its `size`, and which of its places (`targets`) hold which of the source's values.
+    """One axis of a larger tensor: its `size`, and the indices (`targets`) of the source's values (`sources`).
 
     `sources`, `targets` : int64[n].
     """
@@ -88,16 +88,16 @@ class Placement:
 
     @classmethod
     def padded(cls, num_sources: int, size: int) -> "Placement":
-        """The source's values first, then nothing."""
+        """The source's values first, then padding."""
         return cls(size, np.arange(num_sources), np.arange(num_sources))
 
 
 class Widening:
-    """A source's place in a larger geometry.
+    """The placement of a source model in a larger geometry.
 
     Raises
     ------
-    ValueError : it does not fit; the message names the size.
+    ValueError : the source does not fit; the message names the size.
     """
 
     def __init__(self, source: Geometry, target: Geometry) -> None:
@@ -125,7 +125,7 @@ class Widening:
         self.query_scale = math.sqrt(target.head_size / source.head_size)
 
     def _place_heads(self) -> tuple[Placement, Placement]:
-        """Rows of the query projection and of the key and value projections."""
+        """The rows of the query projection, and of the key and value projections."""
         source, target = self.source, self.target
         query_heads, key_heads = [], []  # pairs (source head, target head)
         for kv_head in range(source.num_kv_heads):
@@ -152,11 +152,11 @@ class Widening:
         return Placement(num_heads * large, sources.ravel(), targets.ravel())
 
     def tensors(self, weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and float32 tensors of the larger model, one at a time.
+        """Yield names and float32 tensors of the larger model, one at a time.
 
         Parameters
         ----------
-        weights : the source's, by their names in transformers; its output embeddings may be tied.
+        weights : the source's weights, by their names in transformers; its output embeddings may be tied.
         """
         embeddings = weights["model.embed_tokens.weight"]
         yield "model.embed_tokens.weight", self._input_embeddings(embeddings)
@@ -166,7 +166,7 @@ class Widening:
         yield "lm_head.weight", self._output_embeddings(weights.get("lm_head.weight", embeddings))
 
     def _layer(self, weights: dict[str, torch.Tensor], layer: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """An added layer has the tensors of the source's first one, all zero."""
+        """Yield the tensors of a layer; an added layer has those of the source's first layer, all zero."""
         is_added = layer >= self.source.num_layers
         start = f"model.layers.{0 if is_added else layer}."
         for name in sorted(name for name in weights if name.startswith(start)):
@@ -178,7 +178,7 @@ class Widening:
             yield f"model.layers.{layer}.{part}", tensor
 
     def _axes(self, part: str) -> tuple[Placement, Placement | None, float]:
-        """Rows, columns (None of a vector) and scale of one of a layer's tensors."""
+        """The rows, columns (None for a vector) and scale of one tensor of a layer."""
         hidden, units, queries, keys = self.hidden, self.units, self.queries, self.keys
         module, kind = part.rsplit(".", 1)
         rows, columns, scale = {
@@ -217,7 +217,7 @@ class Widening:
 
 
 def _fill(tensor: torch.Tensor, values: torch.Tensor, rows: Placement, columns: Placement | None) -> None:
-    """Copy the source's values to their places; both tensors are on one device."""
+    """Copy the source's values to their places; both tensors must be on one device."""
     sources, targets = (torch.as_tensor(places, device=tensor.device) for places in (rows.sources, rows.targets))
     if columns is None:
         tensor[targets] = values[sources]
@@ -229,11 +229,11 @@ def _fill(tensor: torch.Tensor, values: torch.Tensor, rows: Placement, columns: 
 
 
 def read_source(folder: Path) -> tuple[dict, Geometry]:
-    """Configuration and sizes of a model that can be widened.
+    """The configuration and sizes of a model that can be widened.
 
     Raises
     ------
-    ModelError : there is none, or it is of another kind; the message names what stands in the way.
+    ModelError : the folder has no model, or one that cannot be widened; the message says why.
     """
     find_weights(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -260,7 +260,7 @@ def read_source(folder: Path) -> tuple[dict, Geometry]:
 
 
 def widened_config(config: dict, widening: Widening, dtype: str) -> dict:
-    """The larger model's config.json; rotary embeddings and context stay those of the source."""
+    """The larger model's config.json, with the source's rotary embeddings and context."""
     target = widening.target
     values = {name: value for name, value in config.items() if name not in ("layer_types", "torch_dtype")}
     return values | {
@@ -278,13 +278,13 @@ def widened_config(config: dict, widening: Widening, dtype: str) -> dict:
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """All of the source's tensors: it is the small one."""
+    """All tensors of the small source model."""
     return {name: tensor for file in find_weights(folder) for name, tensor in load_file(file).items()}
 
 
 @torch.no_grad()
 def widened_on(source_dir: Path, geometry: Geometry, dtype: str, device: torch.device | str) -> torch.nn.Module:
-    """The larger model, made in the memory of the device that runs it; nothing is written.
+    """The larger model, made in the memory of its device; writes no files.
 
     Parameters
     ----------
@@ -293,7 +293,7 @@ def widened_on(source_dir: Path, geometry: Geometry, dtype: str, device: torch.d
     Raises
     ------
     ModelError : the source cannot be widened.
-    ValueError : it does not fit the geometry.
+    ValueError : the source does not fit the geometry.
     """
     config, source = read_source(source_dir)
     widening = Widening(source, geometry)
@@ -310,7 +310,7 @@ def widened_on(source_dir: Path, geometry: Geometry, dtype: str, device: torch.d
 
 
 def load_widened(source_dir: Path, geometry: str, dtype: str = "auto", device: str = "auto") -> LoadedModel:
-    """The source in a named geometry, ready for the engine; "auto" is bfloat16 on CUDA and float32 on a CPU.
+    """Load the source in a named geometry, ready for the engine; "auto" is bfloat16 on CUDA and float32 on a CPU.
 
     Raises
     ------
@@ -327,15 +327,15 @@ def widen(source_dir: Path, out_dir: Path, geometry: Geometry, dtype: str, shard
 
     Parameters
     ----------
-    out_dir : must not exist; config.json is written last, so that an unfinished folder is no model.
+    out_dir : must not exist; config.json is written last, so that an unfinished folder is not a model.
     dtype : a name of DTYPES.
-    shard_bytes : of a file of weights at most; a single tensor may be larger.
+    shard_bytes : the maximum size of a file of weights; a single tensor may be larger.
 
     Raises
     ------
     ModelError : the source cannot be widened.
-    ValueError : it does not fit the geometry.
-    FileExistsError : something is at `out_dir`.
+    ValueError : the source does not fit the geometry.
+    FileExistsError : `out_dir` exists.
     """
     _, source = read_source(source_dir)
     widening = Widening(source, geometry)
@@ -351,7 +351,7 @@ def write_folder(
     dtype: str,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the weights of a larger model, which may lie on a device, with its configuration and tokenizer."""
+    """Write a larger model's weights, which may be on a device, with its configuration and tokenizer."""
     config, source = read_source(source_dir)
     out_dir.mkdir(parents=True)
     save_torch_state_dict(tensors, out_dir, max_shard_size=shard_bytes)
@@ -363,9 +363,9 @@ def write_folder(
 
 
 def widened(source_dir: Path, geometry: str, dtype: str, cache: Path) -> Path:
-    """The folder of a model in a named geometry; written to `cache` where it is not there yet."""
+    """The folder of a model in a named geometry; it is written to `cache` if it is not there yet."""
     folder = cache / f"{source_dir.name}-{geometry}-{dtype}"
     if not (folder / "config.json").is_file():
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off
+        shutil.rmtree(folder, ignore_errors=True)  # left by a run that was cut off
         widen(source_dir, folder, GEOMETRIES[geometry], dtype)
     return folder
