@@ -36,9 +36,9 @@ class Amount:
 
     Attributes
     ----------
-    num_slow_prompts, num_slow_repetitions : the first prompts and repetitions that slow systems write. Slow systems
-        have no pool, and take many times as long at batch 1, or draft from part of a pool, and are compared only with
-        these.
+    num_slow_prompts, num_slow_repetitions : the numbers of prompts and repetitions, from the first, of slow systems.
+        These have no pool, and take many times as long at batch 1, or only a group's pool; the latter are compared only
+        with the former.
     """
 
     num_prompts: int

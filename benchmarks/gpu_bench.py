@@ -38,7 +38,7 @@ class Bench:
 
     @cached_property
     def loaded(self) -> LoadedModel:
-        """The large model; loading it adds a row with the time and memory that it took."""
+        """The large model, checked; loading it adds a row with the time and memory that it took."""
         start_s = time.perf_counter()
         loaded = load_widened(self.options.model, self.options.geometry, self.dtype, self.device.type)
         num_billions = loaded.num_parameters / 1e9

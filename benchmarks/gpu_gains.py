@@ -253,7 +253,7 @@ def measure_drafts(bench: Bench, item: str) -> None:
 
 
 def _drafts_from(pool: Pool, saved: SavedTask, groups) -> int:
-    """The number of drafts made halfway through a few texts of the pool."""
+    """The number of draft tokens for a few texts of the pool, drafted halfway through each."""
     from laserbatch.pipeline.decoding.sequence import DecodingSequence, GenerationRequest
 
     sequences = []

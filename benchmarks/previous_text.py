@@ -11,9 +11,9 @@ step. `first N`: this tree and, as one path, the first N tokens of the previous 
 beginning that both texts share, up to 64 tokens; only an oracle could draft it, so it bounds the others. `known,
 whole`: all of that beginning as a longer prompt, which takes its part of a step's room for prompts. Trees have up to 8
 tokens, and the path comes on top. `by step` drafts in each step what pays (`StepBudget`), by the cost of steps that was
-measured here or by that of an H200 (`H200`). `priced` also offers the path, with the share of these very texts that
-begin with as much of their previous text as its acceptance; the step decides. `relaxed` uses the default rule, whose
-texts depend on the drafts.
+measured here or by that of an H200 (`H200`). `priced` also offers the path, whose estimated acceptance is the share of
+these very texts that begin with as much of their previous text; the step decides. `relaxed` uses the default rule,
+whose texts depend on the drafts.
 
 Greedy texts must be the same under all systems. Steps and forwarded tokens are counted and priced by both costs, so
 that load does not change them (prompts are computed in parts of 256 tokens, also at the H200's price). `rest` adds the

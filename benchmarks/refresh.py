@@ -30,7 +30,7 @@ POLICIES: dict[str, dict] = {
 
 @dataclass(frozen=True)
 class Lived:
-    """The result of the nights under one policy; the shares of stale texts are means over nights."""
+    """The result of the nights under one policy; unseen and stale shares are means over nights."""
 
     policy: str
     num_texts: int

@@ -6,7 +6,7 @@ Users of a sample world go on rating. Every night rewrites every text (`--force`
 verification accepts may be drafted again on later nights. The world knows the truth about its items and users, so that
 errors of fact can be counted by the words in a text:
 
-- an item's text must name its creator, category, era, mood and theme, and no others;
+- an item's text must name its creator, category, era, mood and theme;
 - a user's text must name only titles and creators of the user's history, and its most frequent category first.
 
 The chain of plain nights is verified greedily, which gives the texts of plain decoding in less time. Budgets are fixed,

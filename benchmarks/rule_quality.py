@@ -88,7 +88,7 @@ class Writer:
         rule: dict,
         previous: Sequence[np.ndarray] | None = None,
     ) -> tuple[list[GenerationResult], float]:
-        """Write texts; return them in the order of prompts, and the seconds. `previous`: each prompt's earlier text."""
+        """Write texts; return them in order, and the seconds. `previous`: each prompt's earlier text, int32[n]."""
         most = self.decoding.max_new_tokens
         requests = [
             GenerationRequest(str(number), prompt, own, None, most, 0, self._grammar)

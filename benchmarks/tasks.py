@@ -42,7 +42,7 @@ GOODREADS_PROMPT = 'Describe the book "{title}" in one or two sentences.'
 
 @dataclass(frozen=True)
 class TaskSize:
-    """The numbers of prompts: to measure, for the pool, and more of both kinds.
+    """The numbers of prompts: measured ones, those of the pool, additional measured ones, and earlier ones.
 
     `num_more` prompts are measured too; they come after the pool's prompts, so that they do not change the pool. Then
     come `num_earlier` prompts, whose texts only calibrate relaxed pools.

@@ -45,7 +45,7 @@ def draw(num_seeds: int, with_users: bool, draws: np.random.Generator) -> dict[s
 
 
 def simulated(num_seeds: int, with_users: bool, num: int) -> dict:
-    """Shares of simulations whose interval over all models holds the true difference, and whose verdict is right."""
+    """Shares of simulations whose overall interval holds the true difference, and whose verdict is "equivalent"."""
     draws, covered, equivalent = np.random.default_rng([SEED, num_seeds, with_users]), 0, 0
     for _ in range(num):
         comparison = compare_paired(draw(num_seeds, with_users, draws), NUM_ROWS, MARGIN)["all"]
