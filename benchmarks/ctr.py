@@ -3,8 +3,8 @@
     python benchmarks/ctr.py --quick --json OUT --fuxictr VENV/lib/python3.11/site-packages
 
 Rows with `features` and with `history` come from `ctr_nights.py`. Rows with `library` use the same data rows, codes,
-sizes and batches, in one process. FuxiCTR is not among our requirements: run `pip install fuxictr==2.3.10 pandas polars
-h5py` in a separate environment and pass its package folder to `--fuxictr`; without it only our models are measured.
+sizes and batches, in one process. FuxiCTR is not among our requirements: in a separate environment, run
+`pip install fuxictr==2.3.10 pandas polars h5py` and name its package folder by `--fuxictr`, or only ours is measured.
 FuxiCTR is timed twice: with a data loader like its own, which collates rows one by one (`loader: rows`), and on batches
 that were collated before (`loader: none`), which is impossible with shuffling; ours gathers batches while it is timed.
 Samples per second are training steps by processor time: medians over epochs, which take turns. These networks get no
