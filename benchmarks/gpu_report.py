@@ -14,9 +14,9 @@ from pathlib import Path
 from common import Figure, write_json
 from gpu_rows import Rows
 
-PREDICTED_BILLIONS = 8  # of parameters
-# Milliseconds of a step predicted for an H100 and such a model, by batch and draft tokens: transformers' layers, and
-# fused layers with finer buckets. +-20 %.
+PREDICTED_BILLIONS = 8  # parameters of the model that predictions are for
+# Predicted milliseconds of a step for an H100 and such a model, by batch and draft tokens, +-20 %: with transformers'
+# layers, then with fused layers and finer buckets.
 PREDICTED_MS = {
     (1, 0): 8.4, (32, 0): 9.7, (64, 0): 11.1, (256, 0): 20.2, (1, 16): 8.7, (32, 16): 27.4, (64, 16): 40.5,
     (64, 8): 29.1, (256, 4): 57.0,
@@ -214,7 +214,7 @@ def _tests(rows: Sequence[dict]) -> str:
 
 
 def size_of(rows: Sequence[dict]) -> int | None:
-    """Billions of parameters of the model that was measured; None: none was loaded."""
+    """The measured model's parameters in billions; None if no model was loaded."""
     return next((round(row["billion_parameters"]) for row in rows if "billion_parameters" in row), None)
 
 

@@ -32,7 +32,7 @@ NUM_WARM, NUM_TIMED, NUM_EAGER = 6, 30, 8
 MAX_NEW_TOKENS = 160  # no text ends before its steps are timed
 PREFILL_TOKENS = 8192
 PROFILED = {(64, 0), (64, 8), (1, 0), (256, 0), (256, 4)}  # batch and draft tokens
-EAGER = {(64, 0), (1, 0)}  # also timed without CUDA graphs
+EAGER = {(64, 0), (1, 0)}  # steps that are also timed without CUDA graphs
 NUM_KERNELS = 40
 GEMM_ROWS = (1, 32, 64, 256, 320, 576, 1088)
 GEMM_USED_SHARE = 16  # as in roofline.py: the device multiplies zeros at a higher clock
@@ -232,7 +232,7 @@ def _time_steps(
 
 @contextmanager
 def without_graphs(buffered: cuda_graphs.BufferedForward) -> Iterator[None]:
-    """Steps within the block are launched one operation after another: a graph that is there would be replayed."""
+    """Launch the operations of the block's steps one by one; drop captured graphs, which would be replayed."""
     buffered._captures = False
     buffered.drop_graphs()
     try:

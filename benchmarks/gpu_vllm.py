@@ -2,10 +2,10 @@
 
     python benchmarks/gpu_vllm.py --texts .dev/texts --out OUT --deadline 420
 
-A process of our engine makes the large model on the device and writes its folder to main memory; then vLLM starts
-twice, plain and with drafts from our pools (chains of at most `--draft-tokens`, whose costs are not measured), and once
-more with its own n-gram drafts where no batch is above 64. Each has an equal part of the device's memory. Systems take
-turns, and only one computes at a time. A row follows each pass, but for those that warm up.
+A process of our engine makes the large model on the device and writes its folder to main memory. Then vLLM starts
+twice: plain, and with drafts from our pools (chains of at most `--draft-tokens`, whose costs are not measured). If no
+batch is above 64, a third vLLM drafts n-grams in its own way. All processes have equal parts of the device's memory.
+Systems take turns; only one computes at a time. Each pass has a row, except warm-up passes.
 
 All systems get the whole list of prompts, with at most as many live requests as the batch size. Our engine is made for
 that size; vLLM gets a new request when it returns a finished one. Its own scheduler would fill the place a step or two
