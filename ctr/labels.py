@@ -93,17 +93,18 @@ def _value(text: str, rule: str) -> float | bool | str:
 def sample_negatives(
     users: np.ndarray, items: np.ndarray, num_train: int, num_items: int, per_positive: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sample items that a positive's user never met, earlier or later in the log, as negatives of the same moment.
+    """Items that their users never met, as negatives of the moments of positives.
 
-    For training rows, the first `num_train`, candidates are the items of training rows; for later rows, all items of
-    the log. All candidates are equally likely. A user who met nearly all items may get fewer negatives.
+    For training rows, the first `num_train`, both the candidates and what a user met are those of these rows: if later
+    positives were spared, training would know them. For later rows they are those of the whole log. All candidates are
+    drawn alike. A user who met nearly all items may get fewer.
 
     Returns for each negative the row of its positive, int64 (m,) ascending, and its item, int32 (m,).
     """
     rng = np.random.default_rng(seed)
-    met = np.unique(users.astype(np.int64) * num_items + items)
     rows_of_parts, items_of_parts = [], []
     for first, end, num_visible in ((0, num_train, num_train), (num_train, len(users), len(users))):
+        met = np.unique(users[:num_visible].astype(np.int64) * num_items + items[:num_visible])
         counts = np.bincount(items[:num_visible], minlength=num_items)
         weights = np.cumsum(counts > 0)
         rows = np.repeat(np.arange(first, end), per_positive)

@@ -145,11 +145,13 @@ def _rows_of(ids: pa.Array, table_ids: pa.Array, side: str, table: str) -> np.nd
 
 
 def with_negatives(log: Log, num_items: int, end_us: int, settings: CtrSettings) -> Log:
-    """Add sampled negatives to a log of positives, each at the moment of a positive."""
+    """A log of positives with the sampled negatives that settings ask for, each at the moment of a positive."""
+    num_train = int(np.searchsorted(log.times_us, end_us))
+    if settings.history == "split":
+        num_train += round((len(log.users) - num_train) * SPLIT_TRAIN_SHARE)
     rows, items = sample_negatives(
-        log.users, log.items, int(np.searchsorted(log.times_us, end_us)), num_items,
-        settings.negatives_per_positive, settings.seed,
-    )  # fmt: skip
+        log.users, log.items, num_train, num_items, settings.negatives_per_positive, settings.seed
+    )
     users = np.concatenate([log.users, log.users[rows]])
     times_us, labels = np.concatenate([log.times_us, log.times_us[rows]]), np.ones(len(users), np.float32)
     items, labels[len(log.users) :] = np.concatenate([log.items, items]), 0

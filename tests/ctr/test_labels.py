@@ -49,13 +49,16 @@ def test_rows_without_a_label_are_left_out_unless_the_rule_asks_for_them(world, 
     assert len(log.users) == len(ratings) and log.labels.sum() == len(ratings) - 2
 
 
-def test_sampled_negatives_are_no_items_that_the_user_ever_meets():
+def test_sampled_negatives_are_items_not_met_and_those_of_training_know_nothing_of_later_rows():
     rng = np.random.default_rng(0)
     users, items = rng.integers(400, size=2000, dtype=np.int32), rng.geometric(0.05, size=2000).astype(np.int32) % 60
     items[:1000] %= 40  # twenty items come only after training
     rows, drawn = sample_negatives(users, items, 1000, 61, 3, seed=0)
     met = set(zip(users.tolist(), items.tolist(), strict=True))
-    assert not met & set(zip(users[rows].tolist(), drawn.tolist(), strict=True))
+    is_later = rows >= 1000
+    assert not met & set(zip(users[rows[is_later]].tolist(), drawn[is_later].tolist(), strict=True))
+    _, of_training = sample_negatives(users[:1000], items[:1000], 1000, 61, 3, seed=0)
+    assert np.array_equal(drawn[~is_later], of_training)
     assert drawn[rows < 1000].max() < 40 <= drawn[rows >= 1000].max() < 60
     assert len(rows) == 6000
     counts, negatives = np.bincount(items[:1000], minlength=61), np.bincount(drawn[rows < 1000], minlength=61)
