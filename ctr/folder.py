@@ -10,6 +10,7 @@ The folder holds no vectors of entities: they come from the features of any run 
 """
 
 import datetime
+import hashlib
 import json
 import logging
 import shutil
@@ -38,6 +39,7 @@ from laserbatch.ctr.training import Training, build_network
 from laserbatch.retrieval_pools.atomic import sha256_file
 
 FORMAT_VERSION = 4
+TRAIN_AGAIN = "train again into a new folder"
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +73,8 @@ class ModelCard:
                 if encoder.vocabulary is not None:
                     table = pa.table({"value": encoder.vocabulary})
                     pq.write_table(table, _vocabulary_path(folder, side, encoder.name))
+        judged = asdict(metrics) | {"validation_auc": training.validation_auc, "num_test": len(training.scores)}
+        (folder / "metrics.json").write_text(json.dumps(judged, indent=2) + "\n", encoding="utf-8")
         card = {
             "format_version": FORMAT_VERSION,
             "model": self.model,
@@ -83,11 +87,10 @@ class ModelCard:
             "provenance": self.provenance,
             "files": {str(path.relative_to(folder)): sha256_file(path) for path in sorted(folder.rglob("*.*"))},
         }
+        card["sha256"] = _digest(card)
         (folder / "model.json").write_text(json.dumps(card, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         for path in folder.glob("*.safetensors"):
-            shutil.copymode(folder / "model.json", path)  # the library ignores the umask
-        judged = asdict(metrics) | {"validation_auc": training.validation_auc, "num_test": len(training.scores)}
-        (folder / "metrics.json").write_text(json.dumps(judged, indent=2) + "\n", encoding="utf-8")
+            shutil.copymode(folder / "model.json", path)  # the library makes it its owner's alone, whatever the umask
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -96,11 +99,13 @@ class ModelCard:
             card = json.loads((folder / "model.json").read_text(encoding="utf-8"))
             if card["format_version"] != FORMAT_VERSION:
                 raise CtrError(
-                    f"{folder} is a model of format {card['format_version']}; expected {FORMAT_VERSION}: train it again"
+                    f"{folder} is a model of format {card['format_version']}; expected {FORMAT_VERSION}: {TRAIN_AGAIN}"
                 )
+            if card.pop("sha256", None) not in (None, _digest(card)):  # older models have none
+                raise CtrError(f"{folder / 'model.json'} was changed or is damaged; restore it, or {TRAIN_AGAIN}")
             for name, sha256 in card["files"].items():
                 if sha256_file(folder / name) != sha256:
-                    raise CtrError(f"{folder / name} is damaged, or of another model; restore it, or train again")
+                    raise CtrError(f"{folder / name} is damaged, or of another model; restore it, or {TRAIN_AGAIN}")
             path = folder / "basis.safetensors"
             basis = Basis(**load_file(path)) if path.is_file() else None
             return cls(
@@ -115,8 +120,12 @@ class ModelCard:
             )
         except (OSError, ValueError, KeyError, TypeError, pa.ArrowException, SafetensorError) as error:
             raise CtrError(
-                f"{folder} is no model of `laserbatch ctr train`, or damaged: {error}; train it again"
+                f"{folder} is no model of `laserbatch ctr train`, or damaged: {error}; {TRAIN_AGAIN}"
             ) from None
+
+
+def _digest(card: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(card, sort_keys=True).encode()).hexdigest()
 
 
 def _vocabulary_path(folder: Path, side: str, column: str) -> Path:

@@ -242,15 +242,19 @@ def test_bad_input_is_named_and_leaves_nothing_half_trained(world, night, tmp_pa
         evaluate_folder(tmp_path / "model", night, night.tables)
     night.manifest.features["user"].encoder = "minilm"
     pq.write_table(pa.table({"user_id": ["u1", "nobody"], "item_id": ["i1", "i1"]}), tmp_path / "pairs.parquet")
-    with pytest.raises(CtrError, match=r"unknown users \(the first: 'nobody'"):
+    with pytest.raises(CtrError, match=r"not in the table of users \(the first: 'nobody'"):
         predict_pairs(tmp_path / "model", night, night.tables, tmp_path / "pairs.parquet", tmp_path / "out.parquet")
     assert not (tmp_path / "out.parquet").exists()
-    for name in ("model.safetensors", "basis.safetensors"):
+    for name in ("model.safetensors", "basis.safetensors", "metrics.json"):
         content = (tmp_path / "model" / name).read_bytes()
         (tmp_path / "model" / name).write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
         with pytest.raises(CtrError, match=rf"model/{name} is damaged, or of another model"):
             evaluate_folder(tmp_path / "model", night, night.tables)
         (tmp_path / "model" / name).write_bytes(content)
+    card = tmp_path / "model" / "model.json"
+    card.write_text(card.read_text(encoding="utf-8").replace('"prior": 0.', '"prior": 0.1'), encoding="utf-8")
+    with pytest.raises(CtrError, match=r"model.json was changed or is damaged; .*train again into a new folder"):
+        evaluate_folder(tmp_path / "model", night, night.tables)
     (tmp_path / "model" / "model.json").write_text("{}")
     with pytest.raises(CtrError, match="or damaged"):
         evaluate_folder(tmp_path / "model", night, night.tables)
