@@ -19,8 +19,9 @@ from laserbatch.ctr.feature_set import SIDES
 from laserbatch.ctr.labels import LabelRule, sample_negatives
 from laserbatch.ctr.settings import CtrSettings
 
-BATCH_ROWS = 1 << 20  # interactions that are read at once
-SPLIT_TRAIN_SHARE = 0.5  # training share of the rows after the date, with `history: split`
+BATCH_ROWS = 1 << 20  # of interactions that are read at once
+MAX_LABEL_VALUES = 8  # that a message names
+SPLIT_TRAIN_SHARE = 0.5  # of what comes after the date, with `history: split`
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class Log:
     items: np.ndarray  # int32 (n,)
     times_us: np.ndarray  # int64 (n,), since 1970 UTC, non-decreasing
     labels: np.ndarray  # float32 (n,), 1 for a positive
+    label_values: str = ""  # the first different values of the label's column, for messages
 
 
 def labelled_log(tables: EntityTables, as_of: datetime.date, settings: CtrSettings) -> Log:
@@ -75,10 +77,12 @@ def read_log(tables: EntityTables, label: str) -> Log:
     for side, ids in table_ids.items():
         _require_distinct(ids, side)
     columns = dict.fromkeys(["user_id", "item_id", "timestamp", *([rule.column] if rule.column else [])])
-    is_positive = None
+    is_positive, label_values = None, {}
     for batch in source.to_batches(columns=list(columns), batch_size=BATCH_ROWS):
         if rule.column is not None:
             is_positive = rule.labels(batch[rule.column])
+            if rule.value is not None and len(label_values) < MAX_LABEL_VALUES:
+                label_values |= dict.fromkeys(pc.unique(batch[rule.column]).drop_null()[:MAX_LABEL_VALUES].to_pylist())
             num_unlabelled += is_positive.null_count
             batch = batch.filter(pc.is_valid(is_positive))
             is_positive = is_positive.drop_null()
@@ -103,7 +107,9 @@ def read_log(tables: EntityTables, label: str) -> Log:
         )  # fmt: skip
     users, items, times_us, labels = (column[:num_read] for column in (users, items, times_us, labels))
     order = np.lexsort((labels, items, users, times_us))
-    return Log(users[order], items[order], times_us[order], labels[order])
+    values = ", ".join(map(repr, [*label_values][:MAX_LABEL_VALUES]))
+    found = f"; {rule.column} has values such as {values}" if values else ""
+    return Log(users[order], items[order], times_us[order], labels[order], found)
 
 
 def ids_of(tables: EntityTables) -> dict[str, pa.Array]:
@@ -128,8 +134,8 @@ def numbers_of(ids: pa.Array, table_ids: pa.Array, side: str, table: str) -> np.
     if (is_unknown := rows < 0).any():
         first = int(np.argmax(is_unknown))
         raise CtrError(
-            f"{is_unknown.sum()} rows of {table} are of unknown {side}s (the first: {ids[first].as_py()!r}, row "
-            f"{first}); check the tables"
+            f"{is_unknown.sum()} rows of {table} are of {side}s that are not in the table of {side}s (the first: "
+            f"{ids[first].as_py()!r}, row {first}). Leave these rows out, or give tables with these {side}s"
         )
     return rows
 
@@ -173,6 +179,8 @@ def split_by_time(log: Log, as_of: datetime.date, settings: CtrSettings) -> dict
     def part_way(start: int, share: float) -> int:
         return int(np.searchsorted(times_us, times_us[start + min(round((num - start) * share), num - start - 1)]))
 
+    if not num:
+        raise CtrError(f"no interaction has a label: {settings.label} is unknown for all; set ctr.label")
     if not first:
         raise CtrError(f"no interactions up to {as_of}: nothing to train on; give a later date")
     if first == num:
@@ -195,7 +203,7 @@ def split_by_time(log: Log, as_of: datetime.date, settings: CtrSettings) -> dict
         if of_part.min() == of_part.max():
             raise (CtrError if name == "train" and not is_split else NothingToJudge)(
                 f"the {name} part around {as_of} has {int(of_part.sum())} positives among {len(of_part)} rows "
-                f"({settings.label}); both labels are needed: set ctr.label, or choose another date"
+                f"({settings.label}{log.label_values}); both labels are needed: set ctr.label, or choose another date"
             )
     return {"train": train, "validation": validation, "test": test}
 

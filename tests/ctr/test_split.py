@@ -51,5 +51,5 @@ def test_a_date_outside_the_interactions_is_refused(world, as_of, message):
 
 
 def test_one_label_only_is_refused(world):
-    with pytest.raises(CtrError, match="both labels are needed"):
+    with pytest.raises(CtrError, match=r"rating >= -1; rating has values such as \d.*both labels are needed"):
         split(world, label="rating >= -1")
