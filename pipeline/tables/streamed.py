@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -160,7 +160,7 @@ def iter_log(path: Path, table: str, needs_time: bool = True) -> Iterator[pa.Rec
         for finding in () if first_row else schema_findings("interactions", str(path), rows.schema):
             is_time_left_out = finding.kind == "missing-column" and finding.column == "timestamp" and not needs_time
             if finding.column in REQUIRED_COLUMNS["interactions"] and not is_time_left_out:
-                raise FaultyTable(finding)
+                raise FaultyTable(replace(finding, table=table))
         for column in ID_COLUMNS.values():
             for rule in ID.rules[:2]:  # a row may have no id
                 rule.check(table, column, str(path), first_row, plain_column(rows[column]), findings)

@@ -12,6 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.tables.columns import ID
+from laserbatch.pipeline.tables.findings import FaultyTable, Findings
 from laserbatch.pipeline.tables.schema import id_type, is_list, plain_column, plain_ids
 from laserbatch.pipeline.tables.streamed import iter_rows
 from laserbatch.research.recommending.settings import CodeMaker
@@ -65,10 +67,12 @@ def read_codes(path: Path) -> ItemCodes:
             f"{path} has item_id of type {table['item_id'].type} and codes of type {lists.type}; expected ids that are "
             "texts or integers, and for each a list of texts or integers"
         )
-    try:
-        item_ids = plain_ids(table["item_id"]).combine_chunks()
-    except pa.ArrowInvalid as error:
-        raise TableError(f"{path}, column item_id: {error}; ids are texts or integers below 2**63") from None
+    findings = Findings()
+    for rule in ID.rules[:2]:
+        rule.check("codes", "item_id", str(path), 0, plain_column(table["item_id"]).combine_chunks(), findings)
+    for finding in findings.to_list():
+        raise FaultyTable(finding)
+    item_ids = plain_ids(table["item_id"]).combine_chunks()
     if item_ids.null_count:
         row = int(np.flatnonzero(item_ids.is_null().to_numpy(zero_copy_only=False))[0])
         raise TableError(f"{path}: row {row}, from 0, has no item_id; each row needs one")
