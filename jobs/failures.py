@@ -11,7 +11,7 @@ from laserbatch.jobs.console import ExitCode
 from laserbatch.pipeline.errors import ClusterFailed, EndpointGone, LaserbatchError, RunFailed, WorkspaceBusy
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-GOES_ON = "the same command goes on with what is finished"
+GOES_ON = "the same command goes on with the finished parts of a run or a training; any other starts again"
 
 
 class Terminated(KeyboardInterrupt):
@@ -69,7 +69,7 @@ def line_of(error: BaseException, names_values: bool = True) -> str:
     reason = os.strerror(error.errno) if error.errno else str(error)
     advice = "Check the path, and that it may be written"
     if error.errno in NO_ROOM:
-        advice = "Make room, then give the same command again: it goes on with what is finished"
+        advice = f"Make room, then give the same command again: {GOES_ON}"
     return f"{error.filename or 'a file'}: {reason}. {advice}"
 
 
