@@ -17,6 +17,11 @@ from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.atomic import write_text
 from laserbatch.pipeline.storage.parquet import write_parquet
 
+MISSING_FOR_PANDAS = {
+    "", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>", "N/A", "NA",
+    "NULL", "NaN", "None", "n/a", "nan", "null",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class SideExport:
@@ -100,7 +105,8 @@ def write_fuxictr(sides: Sequence[SideExport], folder: Path, place: Path) -> Non
 def write_recbole(sides: Sequence[SideExport], folder: Path, place: Path) -> None:
     """Write `<dataset>.<side>emb`, atomic files of RecBole, and the settings that load them as weights of the ids.
 
-    Raises WorkspaceError if an id has a tab or a line end in it, which these files cannot hold.
+    Raises WorkspaceError on an id that RecBole would not read as it is: pandas reads these files, with its quotes and
+    its words for a missing value, which become RecBole's padding.
     """
     settings: dict[str, Any] = {"additional_feat_suffix": [], "preload_weight": {}}
     for export in sides:
@@ -114,12 +120,14 @@ def write_recbole(sides: Sequence[SideExport], folder: Path, place: Path) -> Non
                 codes = (batch[level].to_pylist() for level in LEVELS)
                 ids = batch[export.id_name].to_pylist()
                 for entity_id, vector, *entity_codes in zip(ids, vectors, *codes, strict=True):
-                    if set("\t\r\n") & set(str(entity_id)):
+                    text = str(entity_id)
+                    if set("\t\r\n") & set(text) or text.startswith('"') or text in MISSING_FOR_PANDAS:
                         raise WorkspaceError(
-                            f"the id of {export.side} {entity_id!r} has a tab or a line end in it, which RecBole's "
-                            "files cannot hold. Export to another format."
+                            f"the id of {export.side} {entity_id!r} has a tab, a line end or a quote at its start, or "
+                            "is empty or a word for a missing value such as NA, which RecBole's files cannot hold. "
+                            "Export to another format."
                         )
-                    file.write("\t".join([str(entity_id), " ".join(map(str, vector)), *map(str, entity_codes)]) + "\n")
+                    file.write("\t".join([text, " ".join(map(str, vector)), *map(str, entity_codes)]) + "\n")
         settings["additional_feat_suffix"].append(suffix)
         settings["preload_weight"][id_name] = vector_name
         settings[f"alias_of_{export.side}_id"] = [id_name]

@@ -1,12 +1,14 @@
 """Features in others' layouts, read again as they read them."""
 
+import re
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from laserbatch.pipeline.encoding.exports import FORMATS, SideExport
+from laserbatch.pipeline.encoding.exports import FORMATS, MISSING_FOR_PANDAS, SideExport
 from laserbatch.pipeline.encoding.schema import feature_schema, vector_column
 from laserbatch.pipeline.errors import WorkspaceError
 
@@ -58,6 +60,11 @@ def test_recbole_finds_atomic_files_of_the_folders_name(tmp_path):
     assert settings["preload_weight"] == {"user_emb_id": "user_emb", "item_emb_id": "item_emb"}
 
 
-def test_an_id_that_recbole_cannot_hold_is_named(tmp_path):
-    with pytest.raises(WorkspaceError, match=r"user 'a\\tb' has a tab"):
-        FORMATS["recbole"](sides(("a\tb", "c")), tmp_path, tmp_path)
+@pytest.mark.parametrize("entity_id", ["a\tb", '"a"', "", "NA", "null"])
+def test_an_id_that_recbole_cannot_hold_is_named(entity_id, tmp_path):
+    with pytest.raises(WorkspaceError, match=f"user {re.escape(repr(entity_id))} has a tab"):
+        FORMATS["recbole"](sides((entity_id, "c")), tmp_path, tmp_path)
+
+
+def test_missing_values_of_pandas_are_those_of_its_own_list():
+    assert pytest.importorskip("pandas._libs.parsers").STR_NA_VALUES == MISSING_FOR_PANDAS
