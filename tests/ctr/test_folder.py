@@ -244,6 +244,9 @@ def test_bad_input_is_named_and_leaves_nothing_half_trained(world, night, tmp_pa
     pq.write_table(pa.table({"user_id": ["u1", "nobody"], "item_id": ["i1", "i1"]}), tmp_path / "pairs.parquet")
     with pytest.raises(CtrError, match=r"not in the table of users \(the first: 'nobody'"):
         predict_pairs(tmp_path / "model", night, night.tables, tmp_path / "pairs.parquet", tmp_path / "out.parquet")
+    pq.write_table(pa.table({"user_id": ["u1"]}), tmp_path / "pairs.parquet")
+    with pytest.raises(LaserbatchError, match=r"^pairs.item_id .*the column is missing"):
+        predict_pairs(tmp_path / "model", night, night.tables, tmp_path / "pairs.parquet", tmp_path / "out.parquet")
     assert not (tmp_path / "out.parquet").exists()
     for name in ("model.safetensors", "basis.safetensors", "metrics.json"):
         content = (tmp_path / "model" / name).read_bytes()
