@@ -69,7 +69,7 @@ def line_of(error: BaseException, names_values: bool = True) -> str:
     reason = os.strerror(error.errno) if error.errno else str(error)
     advice = "Check the path, and that it may be written"
     if error.errno in NO_ROOM:
-        advice = f"Make room, then give the same command again: {GOES_ON}"
+        advice = "Make room, then give the same command again"
     return f"{error.filename or 'a file'}: {reason}. {advice}"
 
 

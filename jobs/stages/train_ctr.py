@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from safetensors import SafetensorError
 
 from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.feature_set import FeatureSet, check_provenance, read_feature_set
@@ -111,6 +113,10 @@ def _only_training(out: Path) -> Iterator[Path]:
     try:
         yield work
         shutil.rmtree(work, ignore_errors=True)
+    except SafetensorError as error:  # of a full disk its text alone says so
+        if number := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(number[1]), str(error), str(out)) from error
+        raise
     finally:
         with suppress(OSError):
             work.rmdir()
@@ -155,8 +161,8 @@ def _keep(path: Path, spec_hash: str, progress) -> None:
 
 
 def _checkpoint(path: Path, spec_hash: str):
-    """The progress of a killed training with the same specification, or None."""
-    from safetensors import SafetensorError, safe_open
+    """The progress of a killed training of the same kind, or None."""
+    from safetensors import safe_open
 
     from laserbatch.ctr.loop import Progress
 

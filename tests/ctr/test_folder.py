@@ -1,6 +1,7 @@
 """A trained model's folder: it scores as it did, says where it comes from, and survives what comes in between."""
 
 import datetime
+import errno
 import fcntl
 import json
 import os
@@ -13,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from ctr_world import AS_OF, make_features, make_world
+from safetensors import SafetensorError
 from sklearn.metrics import roc_auc_score
 
 from laserbatch.ctr.adaptors import rlmrec, trawl
@@ -20,7 +22,14 @@ from laserbatch.ctr.dataset import build_dataset
 from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.jobs.settings import Settings
-from laserbatch.jobs.stages.train_ctr import CHECKPOINT, evaluate_folder, predict_pairs, train_to_folder, trained_on
+from laserbatch.jobs.stages.train_ctr import (
+    CHECKPOINT,
+    _only_training,
+    evaluate_folder,
+    predict_pairs,
+    train_to_folder,
+    trained_on,
+)
 from laserbatch.pipeline.errors import LaserbatchError
 from laserbatch.pipeline.storage.figures import FeatureFile
 from laserbatch.pipeline.storage.parquet import write_parquet
@@ -202,6 +211,12 @@ def test_a_folder_is_trained_into_by_one_process_at_a_time(night, tmp_path, monk
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(CtrError, match="is the folder that this command runs in"):
         train(night, Path("."), "gbdt", "none")
+
+
+def test_a_full_disk_is_no_unexpected_error(tmp_path):
+    with pytest.raises(OSError, match="No space left") as raised, _only_training(tmp_path / "model"):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, str(tmp_path / "model"))
 
 
 def test_bad_input_is_named_and_leaves_nothing_half_trained(world, night, tmp_path):
