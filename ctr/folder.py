@@ -90,7 +90,7 @@ class ModelCard:
         card["sha256"] = _digest(card)
         (folder / "model.json").write_text(json.dumps(card, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         for path in folder.glob("*.safetensors"):
-            shutil.copymode(folder / "model.json", path)  # the library makes it its owner's alone, whatever the umask
+            shutil.copymode(folder / "model.json", path)  # the library ignores the umask
 
     @classmethod
     def read(cls, folder: Path) -> Self:

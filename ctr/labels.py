@@ -93,11 +93,11 @@ def _value(text: str, rule: str) -> float | bool | str:
 def sample_negatives(
     users: np.ndarray, items: np.ndarray, num_train: int, num_items: int, per_positive: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Items that their users never met, as negatives of the moments of positives.
+    """Sample items that a positive's user did not meet, as negatives of the same moment.
 
-    For training rows, the first `num_train`, both the candidates and what a user met are those of these rows: if later
-    positives were spared, training would know them. For later rows they are those of the whole log. All candidates are
-    drawn alike. A user who met nearly all items may get fewer.
+    Training rows, the first `num_train`, know only each other: if items that a user meets later were spared, training
+    would see the future. Candidates for later rows are all items of the log that the user never meets. All candidates
+    are equally likely. A user who met nearly all items may get fewer negatives.
 
     Returns for each negative the row of its positive, int64 (m,) ascending, and its item, int32 (m,).
     """

@@ -19,9 +19,9 @@ from laserbatch.ctr.feature_set import SIDES
 from laserbatch.ctr.labels import LabelRule, sample_negatives
 from laserbatch.ctr.settings import CtrSettings
 
-BATCH_ROWS = 1 << 20  # of interactions that are read at once
-MAX_LABEL_VALUES = 8  # that a message names
-SPLIT_TRAIN_SHARE = 0.5  # of what comes after the date, with `history: split`
+BATCH_ROWS = 1 << 20  # interactions that are read at once
+MAX_LABEL_VALUES = 8  # a message names at most this many
+SPLIT_TRAIN_SHARE = 0.5  # training share of the rows after the date, with `history: split`
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Log:
     items: np.ndarray  # int32 (n,)
     times_us: np.ndarray  # int64 (n,), since 1970 UTC, non-decreasing
     labels: np.ndarray  # float32 (n,), 1 for a positive
-    label_values: str = ""  # the first different values of the label's column, for messages
+    label_values: str = ""  # text with the first different values of the label's column
 
 
 def labelled_log(tables: EntityTables, as_of: datetime.date, settings: CtrSettings) -> Log:
@@ -151,7 +151,7 @@ def _rows_of(ids: pa.Array, table_ids: pa.Array, side: str, table: str) -> np.nd
 
 
 def with_negatives(log: Log, num_items: int, end_us: int, settings: CtrSettings) -> Log:
-    """A log of positives with the sampled negatives that settings ask for, each at the moment of a positive."""
+    """Add sampled negatives to a log of positives, each at the moment of a positive."""
     num_train = int(np.searchsorted(log.times_us, end_us))
     if settings.history == "split":
         num_train += round((len(log.users) - num_train) * SPLIT_TRAIN_SHARE)

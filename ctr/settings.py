@@ -67,15 +67,15 @@ class CtrSettings(CtrOptions):
     `benchmarks/README.md` were measured with these layers, dropout, L2 and learning rate.
     """
 
-    seed: int = 0  # of the first training, each further one has the next number; and of sampled negatives
+    seed: int = 0  # seed of the first training (each further one adds 1) and of sampled negatives
     negatives_per_positive: int = Field(default=4, ge=1)  # with `label: all`, sampled items that the user did not meet
-    validation_share: float = Field(default=0.3, gt=0, lt=1)  # the earliest after the training period; then the test
-    cold_max_interactions: int = Field(default=5, ge=1)  # a user with fewer up to the date is cold
-    min_id_interactions: int = Field(default=3, ge=1)  # ids that training sees less often share one embedding
-    max_history: int = Field(default=20, ge=1)  # newest positives of the user that a row sees
-    embedding_dim: int = Field(default=8, ge=1)  # of each id and each attribute value
-    hidden_sizes: tuple[int, ...] = Field(default=(64, 32), min_length=1)  # of the deep layers of din and dcnv2
-    vector_dim: int = Field(default=32, ge=2)  # of knowledge vectors, projected as fitted on the training entities
+    validation_share: float = Field(default=0.3, gt=0, lt=1)  # earliest share of rows after training; the rest is test
+    cold_max_interactions: int = Field(default=5, ge=1)  # a user with fewer training rows is cold
+    min_id_interactions: int = Field(default=3, ge=1)  # ids with fewer training rows share one embedding
+    max_history: int = Field(default=20, ge=1)  # a row sees at most this many of the user's newest positives
+    embedding_dim: int = Field(default=8, ge=1)  # width of the embedding of an id or attribute value
+    hidden_sizes: tuple[int, ...] = Field(default=(64, 32), min_length=1)  # sizes of the deep layers of din and dcnv2
+    vector_dim: int = Field(default=32, ge=2)  # width of reduced knowledge vectors
     dropout: float = Field(default=0.3, ge=0, lt=1)
     learning_rate: float = Field(default=3e-3, gt=0)
     weight_decay: float = Field(default=1e-3, ge=0)  # for Adam; a smaller value lets id embeddings memorise more

@@ -11,7 +11,7 @@ from laserbatch.jobs.console import ExitCode
 from laserbatch.pipeline.errors import ClusterFailed, EndpointGone, LaserbatchError, RunFailed, WorkspaceBusy
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-GOES_ON = "the same command goes on with the finished parts of a run or a training; any other starts again"
+GOES_ON = "the same command continues a run or a training; any other command starts again"
 
 
 class Terminated(KeyboardInterrupt):

@@ -113,7 +113,7 @@ def _only_training(out: Path) -> Iterator[Path]:
     try:
         yield work
         shutil.rmtree(work, ignore_errors=True)
-    except SafetensorError as error:  # of a full disk its text alone says so
+    except SafetensorError as error:  # only its text tells a full disk
         if number := re.search(r"\(os error (\d+)\)", str(error)):
             raise OSError(int(number[1]), str(error), str(out)) from error
         raise
@@ -161,7 +161,7 @@ def _keep(path: Path, spec_hash: str, progress) -> None:
 
 
 def _checkpoint(path: Path, spec_hash: str):
-    """The progress of a killed training of the same kind, or None."""
+    """The progress of a killed training with the same specification, or None."""
     from safetensors import safe_open
 
     from laserbatch.ctr.loop import Progress

@@ -105,8 +105,8 @@ def write_fuxictr(sides: Sequence[SideExport], folder: Path, place: Path) -> Non
 def write_recbole(sides: Sequence[SideExport], folder: Path, place: Path) -> None:
     """Write `<dataset>.<side>emb`, atomic files of RecBole, and the settings that load them as weights of the ids.
 
-    Raises WorkspaceError on an id that RecBole would not read as it is: pandas reads these files, with its quotes and
-    its words for a missing value, which become RecBole's padding.
+    Raises WorkspaceError on an id that RecBole would read as another one: it reads these files with pandas, which
+    removes quotes and takes some words for missing values.
     """
     settings: dict[str, Any] = {"additional_feat_suffix": [], "preload_weight": {}}
     for export in sides:

@@ -146,7 +146,7 @@ def failing(run, monkeypatch):
         ),
         (NotADirectoryError(errno.ENOTDIR, "no", "/a/b"), 3, "/a/b: Not a directory. Check the path"),
         (ZeroDivisionError("of what\nand why"), 1, "unexpected ZeroDivisionError: of what (test_cli.py, line "),
-        (KeyboardInterrupt(), 130, "interrupted; the same command goes on with the finished parts of a run"),
+        (KeyboardInterrupt(), 130, "interrupted; the same command continues a run or a training"),
     ],
 )
 def test_a_failure_is_one_line_and_with_json_one_object(failing, error, code, line):
