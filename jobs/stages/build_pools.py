@@ -28,7 +28,6 @@ from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.inputs import require_same_tables
 from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.pool_texts import RunTexts, calibrate_side, read_run_texts
-from laserbatch.pipeline.decoding.model.folder import tokenizer_folder
 from laserbatch.pipeline.errors import ClusterFailed, WorkspaceError
 from laserbatch.pipeline.knowledge.templates import PromptTemplate
 from laserbatch.pipeline.planning.planner import side_routes
@@ -44,7 +43,6 @@ from laserbatch.pipeline.tables.schema import TABLE_NAMES
 from laserbatch.retrieval_pools.errors import LaserbatchError, PoolError
 from laserbatch.retrieval_pools.ids import rows_among
 from laserbatch.retrieval_pools.index.build import build_pool
-from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.index.store import GcResult, PoolStore
 from laserbatch.retrieval_pools.routing.embeddings import id_column
@@ -270,15 +268,14 @@ def collect_pools(store: PoolStore, keep: int, in_use: Collection[str], dry_run:
 
 def _build(night: Night, side: Side, version: str, run_texts: RunTexts, router: Router, folder: Path) -> PoolBuilt:
     start_s = time.perf_counter()
-    hash_of_tokenizer = tokenizer_hash(tokenizer_folder(night.settings.model_dir, night.settings.decoding.adapter))
-    previous = _previous_pool(night, side, hash_of_tokenizer)
+    previous = _previous_pool(night, side)
     routes = side_routes(router, night.tables, side)
     calibration = calibrate_side(night, side, run_texts, routes)
     pool = build_pool(
         run_texts.pool_texts(night.tables, side, routes),
         folder,
         side=side,
-        tokenizer_hash=hash_of_tokenizer,
+        tokenizer_hash=night.tokenizer_hash,
         model_id=run_texts.model_id,
         settings=night.settings.pools,
         previous=previous,
@@ -297,11 +294,11 @@ def _build(night: Night, side: Side, version: str, run_texts: RunTexts, router: 
     )
 
 
-def _previous_pool(night: Night, side: Side, hash_of_tokenizer: str) -> Pool | None:
-    """The current version's pool if tonight's pool can be merged from it, which only saves time; otherwise None."""
+def _previous_pool(night: Night, side: Side) -> Pool | None:
+    """The current version's pool if tonight's can be merged from it, which only saves time."""
     try:
         current = night.pools.current_version()
-        return None if current is None else night.pools.open(current, side, hash_of_tokenizer, verify=True)
+        return None if current is None else night.pools.open(current, side, night.tokenizer_hash, verify=True)
     except PoolError as error:
         say(f"the {side} pool is built anew: {error}")
         return None

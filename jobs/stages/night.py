@@ -15,7 +15,7 @@ from laserbatch.jobs.console import say
 from laserbatch.jobs.settings import NOT_OF_OUTPUT, Settings
 from laserbatch.jobs.stages.attempt import new_manifest, newest_attempt
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, checked_inputs, needs_a_model, writable_folder
-from laserbatch.pipeline.decoding.model.folder import load_tokenizer
+from laserbatch.pipeline.decoding.model.folder import load_tokenizer, tokenizer_folder
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.histories import labels_of
 from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, Shown, render_shown
@@ -30,6 +30,7 @@ from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import Tables, read_tables
 from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.index.store import PoolStore, PoolVersion
 from laserbatch.retrieval_pools.routing.router import Router, Routes
 
@@ -78,6 +79,11 @@ class Night:
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """The tokenizer of the model that writes the night's texts; it takes seconds to load."""
         return load_tokenizer(self.settings.model_dir, self.settings.decoding.adapter)
+
+    @cached_property
+    def tokenizer_hash(self) -> str:
+        """The hash of that tokenizer's files, which pools record."""
+        return tokenizer_hash(tokenizer_folder(self.settings.model_dir, self.settings.decoding.adapter))
 
     def render(self, side: Side, shown: Shown) -> RenderedPrompt:
         """The prompt of an entity, as workers render it. Raises RowError if the entity has no prompt."""
@@ -166,7 +172,7 @@ def _go_on(night: Night) -> None:
     if pools in night.workspace.publication.not_built_on():
         say(f"not drafting from the pools {pools}, whose run was rolled back")
         manifest.generation.pools = PoolsUsed()
-    elif pools is not None and not can_be_used(night.pools, pools):
+    elif pools is not None and not can_be_used(night.pools, pools, night.tokenizer_hash):
         manifest.generation.pools = PoolsUsed()
     manifest.status = "running"
 
@@ -189,7 +195,7 @@ def new_night(
     night = Night(settings, workspace, date, run, manifest)
     chosen = None if base_run is None else base_run.run_id
     not_used = {run.run_id for run in workspace.runs() if run.is_held} | workspace.publication.not_built_on()
-    pools = current_pools(night.pools, settings.pools.min_support, date, chosen, not_used)
+    pools = current_pools(night.pools, settings.pools.min_support, date, chosen, not_used, night.tokenizer_hash)
     manifest.generation.pools = describe_pools(pools)
     return night
 
@@ -275,12 +281,13 @@ def current_pools(
     date: datetime.date,
     chosen: str | None = None,
     not_used: Collection[str] = (),
+    tokenizer: str | None = None,
 ) -> PoolVersion | None:
     """The pools that a run of a date may draft from: the current ones, or the newest ones not of a later date.
 
-    The version `chosen` takes precedence if it exists without a problem. The versions `not_used`, of runs that are held
-    or were rolled back, are skipped. Returns None if the version has a lower `min_support`, is damaged or has another
-    format: the night then only writes more slowly.
+    The version `chosen` is taken before them, where it is there and whole. Versions `not_used`, of runs that are held
+    or were rolled back, are passed over. None when they were built to give more away, are damaged, or of another format
+    or tokenizer, whose hash is `tokenizer`: a night is then slower, not late.
     """
     try:
         versions = {entry.version: entry for entry in store.list()}
@@ -292,7 +299,7 @@ def current_pools(
     except PoolError as error:
         say(f"drafting from no pools: {error}")
         return None
-    if version is None or not can_be_used(store, version):
+    if version is None or not can_be_used(store, version, tokenizer):
         return None
     if any(pool.settings.min_support < min_support for pool in versions[version].pools.values()):
         say(
@@ -303,10 +310,14 @@ def current_pools(
     return versions[version]
 
 
-def can_be_used(store: PoolStore, version: str) -> bool:
-    """Whether a version's routers load and its pools match their checksums; prints the problem if not."""
+def can_be_used(store: PoolStore, version: str, tokenizer: str | None = None) -> bool:
+    """Whether a version's pools and routers are as they were written, every byte of the pools; says what is not.
+
+    The pools must be of the tokenizer with a hash, if that is given.
+    """
     try:
         for side in store.verify(version):
+            store.open(version, side, tokenizer)
             Router.load(store.folder(version) / "router" / side)
     except PoolError as error:
         say(f"not drafting from the pools {version}: {error} Those that are built from this run take their place")

@@ -21,10 +21,10 @@ from laserbatch.jobs.console import say
 from laserbatch.jobs.stages.budgets import budget_of
 from laserbatch.jobs.stages.night import Night
 from laserbatch.pipeline.decoding.grammar import Grammars
-from laserbatch.pipeline.decoding.model.folder import tokenizer_folder
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.forms import guiding_grammar
+from laserbatch.pipeline.knowledge.prompts import have_same_tokens
 from laserbatch.pipeline.planning.plan import RenderedRow, load_plan, read_shard
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.mapped import mapped_column
@@ -45,7 +45,6 @@ from laserbatch.retrieval_pools.ids import rows_among
 from laserbatch.retrieval_pools.index.arrays import ArrayWriter, give_back, map_array
 from laserbatch.retrieval_pools.index.build import HeldBack
 from laserbatch.retrieval_pools.index.calibration_record import BudgetCurve, Calibration
-from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.index.texts import MAX_POSITIONS, PoolTexts
 from laserbatch.retrieval_pools.routing.router import Routes
@@ -119,14 +118,29 @@ class RunTexts:
 
 
 def read_run_texts(run: RunFolder, side: Side, scratch: Path) -> RunTexts | None:
-    """Read the texts of a side; None if it has none. Files in `scratch` must stay while the texts are in use."""
+    """The texts of a side that are of the run's own tokenizer; None when there are none.
+
+    Files in the folder `scratch` must stay while they are used.
+    """
+    current = (
+        batch["fingerprint"].filter(pc.invert(batch["is_stale"]))
+        for batch in run.iter_knowledge(side, ("fingerprint", "is_stale"))
+    )
+    fingerprint = next((of_batch[0].as_py() for of_batch in current if len(of_batch)), None)
+    if fingerprint is None:
+        return None
+
+    def batches(*columns: str) -> Iterator[pa.RecordBatch]:
+        for batch in run.iter_knowledge(side, (*columns, "fingerprint")):
+            yield batch.filter(have_same_tokens(batch["fingerprint"], fingerprint))
+
     model_id, num_tokens = None, 0
     with (
         ArrayWriter(scratch / TOKENS_NAME, np.int32) as tokens,
         ArrayWriter(scratch / STARTS_NAME, np.int64) as starts,
     ):
         starts.write(np.zeros(1, np.int64))
-        for batch in run.iter_knowledge(side, ("model_id", "token_ids")):
+        for batch in batches("model_id", "token_ids"):
             if batch.num_rows:
                 model_id = model_id or batch["model_id"][0].as_py()
                 ends = num_tokens + np.cumsum(pc.list_value_length(batch["token_ids"]).to_numpy(zero_copy_only=False))
@@ -135,7 +149,7 @@ def read_run_texts(run: RunFolder, side: Side, scratch: Path) -> RunTexts | None
                 num_tokens = ends[-1]
     if model_id is None:
         return None
-    ids = mapped_column((batch["entity_id"] for batch in run.iter_knowledge(side, ("entity_id",))), scratch)
+    ids = mapped_column((batch["entity_id"] for batch in batches("entity_id")), scratch)
     return RunTexts(ids, map_array(scratch / STARTS_NAME), map_array(scratch / TOKENS_NAME), model_id)
 
 
@@ -145,9 +159,7 @@ def calibrate_side(night: Night, side: Side, run_texts: RunTexts, routes: Routes
     None if there are too few texts. `routes` has the pool group of each entity of the tables.
     """
     options = draft_options(night.settings.decoding, drafted_with(night, side))
-    drafted_from = _drafted_from(
-        night, side, tokenizer_hash(tokenizer_folder(night.settings.model_dir, night.settings.decoding.adapter))
-    )
+    drafted_from = _drafted_from(night, side)
     if drafted_from is not None:
         calibration = drafted_from.manifest.calibration
         if calibration is not None:
@@ -222,12 +234,12 @@ def draft_options(decoding: DecodingSettings, budget: Budget | None = None) -> D
     )
 
 
-def _drafted_from(night: Night, side: Side, hash_of_tokenizer: str) -> Pool | None:
-    """The pool that the run drafted from, if it exists and was built with tonight's draft settings."""
+def _drafted_from(night: Night, side: Side) -> Pool | None:
+    """The pool that the run drafted from, if it exists and has the draft settings of tonight's."""
     version = night.manifest.generation.pools.version
     if version is None or version not in {entry.version for entry in night.pools.list() if entry.problem is None}:
         return None
-    pool = night.pools.open(version, side, hash_of_tokenizer)
+    pool = night.pools.open(version, side, night.tokenizer_hash)
     if pool is None:
         return None
     return pool if pool.settings == DraftSettings.of(night.settings.pools) else None

@@ -14,6 +14,8 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.chat_format import encode_chat
@@ -96,6 +98,15 @@ def changed_parts(before: str, after: str) -> tuple[str, ...]:
     if len(old) != len(PARTS) or len(new) != len(PARTS):
         return () if before == after else ("version",)
     return tuple(name for name, old_part, new_part in zip(PARTS, old, new, strict=True) if old_part != new_part)
+
+
+def have_same_tokens(fingerprints: pa.Array, shared: str) -> pa.Array:
+    """Whether the token ids of texts mean the same as in those with the `shared` parts of a fingerprint.
+
+    The part `prompt` holds the tokenizer. Where another part of the prompt changed, the same model has the same ids.
+    """
+    prompt, model = shared.split("-")[1:3]
+    return pc.fill_null(pc.match_substring_regex(fingerprints, f"^[^-]*-({prompt}-|[^-]*-{model}-)"), False)
 
 
 def attribute_line(name: str, value: object, columns: AttributeLines) -> str | None:

@@ -40,7 +40,7 @@ class SideQuestions:
     def __init__(self, tables: Tables, side: Side, template: PromptTemplate, shared: str) -> None:
         self.entities, self.tables = tables.entities(side), tables
         self.side: Side = side
-        self._template, self._shared = template, shared
+        self._template, self.shared = template, shared
 
     def fingerprints(self, start: int, stop: int) -> pa.Array:
         """The fingerprints of the entities in some rows, by `prompts.PARTS`; null for an item without a title."""
@@ -49,7 +49,7 @@ class SideQuestions:
         shown = (_NOTHING if line is None else line.encode() for line in lines.dictionary.to_pylist())
         line_digests = _in_hex(shown).take(lines.indices)
         histories = self._history_digests(np.arange(start, start + part.num_rows))
-        fingerprints = pc.binary_join_element_wise(self._shared, line_digests, histories, "-")
+        fingerprints = pc.binary_join_element_wise(self.shared, line_digests, histories, "-")
         if self.side == "user":
             return fingerprints
         return pc.if_else(blank(part["title"].combine_chunks()), pa.scalar(None, pa.string()), fingerprints)

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from laserbatch.pipeline.decoding.model.folder import model_identity, served_identity, tokenizer_folder
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.knowledge.forms import guiding_grammar
-from laserbatch.pipeline.knowledge.prompts import LAYOUT_VERSION, NO_TITLE, PARTS, digest
+from laserbatch.pipeline.knowledge.prompts import LAYOUT_VERSION, NO_TITLE, PARTS, digest, have_same_tokens
 from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge, TokenIds
 from laserbatch.pipeline.knowledge.templates import PromptTemplate
@@ -248,9 +248,10 @@ def write_side_plan(
     carry_over = CarryOver(folder, side, previous, ids.type, np.sort(decision.carried), waiting, decision.quarantined)
     routes = sharding.routes or Routes.nowhere(len(ids))
     groups = routes.groups.take(pa.array(rows)).cast(pa.string())
+    has_ids = have_same_tokens(previous.fingerprints(decision.records).cast(pa.string()), questions.shared)
     columns = {
         "fingerprint": decision.fingerprints,
-        "previous_ids": previous.token_ids(decision.records),
+        "previous_ids": previous.token_ids(np.where(has_ids.to_numpy(False), decision.records, -1)),
         "group": pc.if_else(pc.equal(groups, ""), None, groups),
     }
     plan = SidePlan(

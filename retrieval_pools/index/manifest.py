@@ -18,6 +18,7 @@ from laserbatch.retrieval_pools.settings import DraftSettings, Frozen, PoolSetti
 FORMAT_VERSION = 10
 MANIFEST_NAME = "manifest.json"
 REBUILD = "Run `laserbatch pools rebuild`."
+OTHER_TOKENIZER = "Use the pools of a run that this model wrote; `laserbatch nightly` builds them."
 
 Side = Literal["user", "item"]
 ArrayName = Literal["tokens", "order", "group_codes", "starts", "support"]

@@ -13,6 +13,7 @@ from laserbatch.retrieval_pools.index.arrays import make_resident, read_chunks
 from laserbatch.retrieval_pools.index.calibration_record import BudgetCurve, Calibration
 from laserbatch.retrieval_pools.index.manifest import (
     FORMAT_VERSION,
+    OTHER_TOKENIZER,
     REBUILD,
     ArrayName,
     PoolManifest,
@@ -80,7 +81,7 @@ class Pool:
         if tokenizer_hash is not None and manifest.tokenizer_hash != tokenizer_hash:
             raise PoolError(
                 f"{folder} was built with the tokenizer {manifest.tokenizer_hash} (model {manifest.model_id}); "
-                f"expected {tokenizer_hash}: its token ids mean something else now. {REBUILD}"
+                f"expected {tokenizer_hash}: its token ids mean something else now. {OTHER_TOKENIZER}"
             )
         lying = _lying(folder)
         verify = verify and lying not in _VERIFIED

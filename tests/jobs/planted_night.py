@@ -39,7 +39,7 @@ def write_night(night, num_changed: int = 0, previous: Path | None = None) -> pa
         night.tables,
         "item",
         load_template("kar_item"),
-        f"{night.date}",
+        f"{night.date:%Y%m%d}-p-m-d",
         night.run.root,
         previous,
         shard_size=32,
@@ -52,7 +52,8 @@ def write_night(night, num_changed: int = 0, previous: Path | None = None) -> pa
             "entity_id": ids,
             "model_id": ["m"] * len(ids),
             "run_id": [night.run.run_id] * len(ids),
-            "fingerprint": [f"{night.date}"] * len(ids),
+            "fingerprint": [f"{night.date:%Y%m%d}-p-m-d"] * len(ids),
+            "is_stale": [False] * len(ids),
             "token_ids": pa.array(token_ids, pa.list_(pa.int32())),
         }
     )

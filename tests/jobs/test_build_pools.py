@@ -57,11 +57,13 @@ def write_texts(night):
             "entity_id": row["item_id"],
             "model_id": "m",
             "run_id": "2025-02-28-ab",
+            "fingerprint": "t-p-m-d-a-h",
+            "is_stale": False,
             "token_ids": 50 * moods[row["mood"]] + rng.integers(0, 50, 20),
         }
         for row in night.tables.items.to_pylist()
     ]
-    columns = {name: [row[name] for row in rows] for name in ("entity_id", "model_id", "run_id")}
+    columns = {name: [row[name] for row in rows] for name in rows[0] if name != "token_ids"}
     token_ids = pa.array([row["token_ids"] for row in rows], pa.list_(pa.int32()))
     texts = pa.table(columns | {"token_ids": token_ids})
     night.run.shards("item").write("00000", texts)
@@ -173,6 +175,22 @@ def test_texts_come_in_the_order_of_the_table(world, tmp_path):
     texts = [read.tokens[begin : begin + length].tolist() for begin, length in parts]
     assert texts == [by_id[key] for key in entity_ids]
     assert read_run_texts(night.run, "user", tmp_path) is None
+
+
+def test_texts_of_another_tokenizer_go_into_no_pool_and_its_pools_are_not_drafted_from(world, monkeypatch, capsys):
+    night = opened(world, FIRST_DATE, "{}")
+    write_texts(night)
+    rows = read_parquet(night.run.knowledge_folder("item"))
+    waiting = rows.slice(0, 20).drop_columns(["fingerprint", "is_stale"])
+    waiting = waiting.append_column("fingerprint", pa.array(["t-other-other-d-a-h"] * 20))
+    waiting = waiting.append_column("is_stale", pa.array([True] * 20)).select(rows.column_names)
+    night.run.shards("item").write("00000", pa.concat_tables([waiting, rows.slice(20)]))
+    assert build_pools(night)["item"].num_texts == rows.num_rows - 20
+    assert opened(world, SECOND_DATE, "{}").manifest.generation.pools.version == night.run.run_id
+    monkeypatch.setattr("laserbatch.jobs.stages.night.tokenizer_hash", lambda folder: "another")
+    assert opened(world, SECOND_DATE, "{}").manifest.generation.pools.version is None  # an unfinished run goes on
+    assert opened(world, SECOND_DATE, "{scheme: global}").manifest.generation.pools.version is None  # a new run
+    assert capsys.readouterr().err.count("its token ids mean something else") == 2
 
 
 def test_of_more_texts_than_a_pool_holds_some_are_left_out_and_counted(world, monkeypatch, capsys):

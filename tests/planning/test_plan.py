@@ -46,6 +46,7 @@ def records(fingerprints: dict[str, str]) -> pa.Table:
 
 
 DATE = datetime.date(2025, 3, 1)
+SHARED = "template-prompt-model-decoding"
 TEMPLATE = PromptTemplate(name="u", version=1, framework="kar", side="user", parser="free", instruction="Explain.")
 
 
@@ -58,7 +59,7 @@ def tables_of(rows) -> Tables:
 
 
 def fingerprint_of(version="1") -> str:
-    return SideQuestions(tables_of([("a", version)]), "user", TEMPLATE, "s").fingerprints(0, 1)[0].as_py()
+    return SideQuestions(tables_of([("a", version)]), "user", TEMPLATE, SHARED).fingerprints(0, 1)[0].as_py()
 
 
 NOW, BEFORE = fingerprint_of("1"), fingerprint_of("0")
@@ -74,7 +75,7 @@ def plan(rows, run_dir, previous=None, force=False, shard_size=4, isolate_ids=No
         tables_of(rows),
         "user",
         TEMPLATE,
-        "s",
+        SHARED,
         run_dir,
         routes=by_length([key for key, _ in rows]) if routes else None,
         previous=previous_folder(previous, run_dir) if isinstance(previous, pa.Table) else previous,
@@ -121,6 +122,14 @@ def test_unchanged_entities_are_carried_over_and_changed_ones_bring_their_old_te
     assert rows["new"].previous_ids is None
 
 
+def test_a_text_of_another_tokenizer_is_not_drafted_from(tmp_path):
+    """A number of its vocabulary is another word in tonight's, or none at all."""
+    same_model, other = (BEFORE.replace(SHARED, f"t-other-{model}-d") for model in ("model", "prompt"))
+    planned = plan(users("ab"), tmp_path, records({"a": same_model, "b": other}))
+    rows = {row.entity_id: row for shard in planned.shards for row in read_shard(tmp_path / shard.path)}
+    assert rows["a"].previous_ids.tolist() == [1, 2] and rows["b"].previous_ids is None
+
+
 def test_rows_of_an_earlier_version_are_carried_over_in_the_form_of_this_one(tmp_path):
     table = records({"a": NOW, "b": NOW})
     alternatives = pa.array([[7, -1], None], pa.list_(pa.int32()))  # which versions 2 and 3 could have
@@ -140,7 +149,7 @@ def test_an_item_without_a_title_is_refused(tmp_path):
     items = pa.table({"item_id": ["a", "b"], "title": ["A", " "]})
     template = TEMPLATE.model_copy(update={"side": "item"})
     planned = plan_side(
-        Tables(items, items, items), "item", template, "s", tmp_path, batch_size=1,
+        Tables(items, items, items), "item", template, SHARED, tmp_path, batch_size=1,
     )  # fmt: skip
     assert planned.num_unpromptable == sum(shard.num_rows for shard in planned.shards) == 1
     run = RunFolder(tmp_path)
@@ -268,7 +277,7 @@ def test_the_texts_that_are_worth_most_come_first_where_they_are_wanted_so(
 ):
     num_events = np.array([3, 90, 0, 7])
     monkeypatch.setattr(SideQuestions, "num_events", lambda questions, rows=slice(None): num_events[rows])
-    questions = SideQuestions(tables_of([(key, "1") for key in "abcd"]), "user", TEMPLATE, "s")
+    questions = SideQuestions(tables_of([(key, "1") for key in "abcd"]), "user", TEMPLATE, SHARED)
     known, rule = PreviousKnowledge(None), Refresh(RefreshSettings(), DATE, None, 100, POSTPONED.empty_table())
     decision = decide_side(questions, known, WriteRules(force, rule))
     sharding = Sharding(1, 3, is_by_score=is_by_score)

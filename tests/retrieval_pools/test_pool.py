@@ -34,8 +34,8 @@ def test_arrays_are_mapped_and_read_only(folder):
         assert type(array) is np.ndarray
 
 
-def test_other_tokenizer_is_refused_with_the_command_that_rebuilds(folder):
-    with pytest.raises(PoolError, match=r"tokenizer t1 \(model m1\); expected t2.*laserbatch pools rebuild"):
+def test_other_tokenizer_is_refused_with_the_command_that_builds_its_pools(folder):
+    with pytest.raises(PoolError, match=r"tokenizer t1 \(model m1\); expected t2.*laserbatch nightly"):
         Pool.open(folder, "t2")
 
 
