@@ -157,8 +157,8 @@ class Publication:
         folder = self.workspace.run(run_id)
         if not folder.is_finished:
             raise WorkspaceError(
-                f"{pointer} names the run {run_id}, which is not there or not finished; the next `laserbatch nightly` "
-                "points to the one that was published before it."
+                f"{pointer} names the run {run_id}, which is not there or not finished. `laserbatch runs rollback`, or "
+                "the next `laserbatch nightly`, points to the one that was published before it."
             )
         return folder
 
