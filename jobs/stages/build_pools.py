@@ -295,7 +295,7 @@ def _build(night: Night, side: Side, version: str, run_texts: RunTexts, router: 
 
 
 def _previous_pool(night: Night, side: Side) -> Pool | None:
-    """The current version's pool if tonight's can be merged from it, which only saves time."""
+    """The current version's pool if tonight's pool can be merged from it, which only saves time; otherwise None."""
     try:
         current = night.pools.current_version()
         return None if current is None else night.pools.open(current, side, night.tokenizer_hash, verify=True)

@@ -82,7 +82,7 @@ class Night:
 
     @cached_property
     def tokenizer_hash(self) -> str:
-        """The hash of that tokenizer's files, which pools record."""
+        """The hash of the tokenizer's files, which pools record."""
         return tokenizer_hash(tokenizer_folder(self.settings.model_dir, self.settings.decoding.adapter))
 
     def render(self, side: Side, shown: Shown) -> RenderedPrompt:
@@ -285,9 +285,9 @@ def current_pools(
 ) -> PoolVersion | None:
     """The pools that a run of a date may draft from: the current ones, or the newest ones not of a later date.
 
-    The version `chosen` is taken before them, where it is there and whole. Versions `not_used`, of runs that are held
-    or were rolled back, are passed over. None when they were built to give more away, are damaged, or of another format
-    or tokenizer, whose hash is `tokenizer`: a night is then slower, not late.
+    The version `chosen` takes precedence if it exists without a problem. The versions `not_used`, of runs that are held
+    or were rolled back, are skipped. Returns None if the version has a lower `min_support`, is damaged, or has another
+    format or another tokenizer than the one with the hash `tokenizer`: the night then only writes more slowly.
     """
     try:
         versions = {entry.version: entry for entry in store.list()}
@@ -311,9 +311,9 @@ def current_pools(
 
 
 def can_be_used(store: PoolStore, version: str, tokenizer: str | None = None) -> bool:
-    """Whether a version's pools and routers are as they were written, every byte of the pools; says what is not.
+    """Whether a version's routers load and its pools match their checksums and the hash `tokenizer`, if it is given.
 
-    The pools must be of the tokenizer with a hash, if that is given.
+    Prints the problem if not.
     """
     try:
         for side in store.verify(version):

@@ -118,9 +118,10 @@ class RunTexts:
 
 
 def read_run_texts(run: RunFolder, side: Side, scratch: Path) -> RunTexts | None:
-    """The texts of a side that are of the run's own tokenizer; None when there are none.
+    """Read the texts of a side in the run's own tokenizer; None if it has none.
 
-    Files in the folder `scratch` must stay while they are used.
+    Stale texts may have an earlier tokenizer and are then left out. Files in `scratch` must stay while the texts are in
+    use.
     """
     current = (
         batch["fingerprint"].filter(pc.invert(batch["is_stale"]))
@@ -132,7 +133,8 @@ def read_run_texts(run: RunFolder, side: Side, scratch: Path) -> RunTexts | None
 
     def batches(*columns: str) -> Iterator[pa.RecordBatch]:
         for batch in run.iter_knowledge(side, (*columns, "fingerprint")):
-            yield batch.filter(have_same_tokens(batch["fingerprint"], fingerprint))
+            is_readable = have_same_tokens(batch["fingerprint"], fingerprint)
+            yield batch if pc.all(is_readable).as_py() else batch.filter(is_readable)
 
     model_id, num_tokens = None, 0
     with (
@@ -235,7 +237,7 @@ def draft_options(decoding: DecodingSettings, budget: Budget | None = None) -> D
 
 
 def _drafted_from(night: Night, side: Side) -> Pool | None:
-    """The pool that the run drafted from, if it exists and has the draft settings of tonight's."""
+    """The pool that the run drafted from, if it exists and was built with tonight's draft settings."""
     version = night.manifest.generation.pools.version
     if version is None or version not in {entry.version for entry in night.pools.list() if entry.problem is None}:
         return None

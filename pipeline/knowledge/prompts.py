@@ -101,9 +101,9 @@ def changed_parts(before: str, after: str) -> tuple[str, ...]:
 
 
 def have_same_tokens(fingerprints: pa.Array, shared: str) -> pa.Array:
-    """Whether the token ids of texts mean the same as in those with the `shared` parts of a fingerprint.
+    """Whether texts have the tokenizer of a fingerprint that begins with `shared`, by their fingerprints: bool[n].
 
-    The part `prompt` holds the tokenizer. Where another part of the prompt changed, the same model has the same ids.
+    They do if the part `prompt`, which covers the tokenizer, is the same, or the part `model`.
     """
     prompt, model = shared.split("-")[1:3]
     return pc.fill_null(pc.match_substring_regex(fingerprints, f"^[^-]*-({prompt}-|[^-]*-{model}-)"), False)
