@@ -232,12 +232,12 @@ def describe(row: dict) -> str:
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--blocks", action="store_true", help="time the kernel alone, under a grid of block sizes")
+    parser.add_argument("--blocks", action="store_true", help="time only the kernel, under a grid of block sizes")
     options = parser.parse_args(words)
     on_cuda = torch.cuda.is_available()
     device = torch.device("cuda" if on_cuda else "cpu")
     if not on_cuda and options.size != "smoke":
-        print("attention.py: this machine has no CUDA device, nothing was timed; --smoke shows that it runs")
+        print("attention.py: this machine has no CUDA device, so nothing was timed; --smoke shows that it runs")
         return 1
     scale = scale_of(options, FULL, QUICK, SMOKE)
     heads = {"num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM, "dtype": "bfloat16"}

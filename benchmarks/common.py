@@ -35,12 +35,12 @@ _LIBRARIES = (
     "laserbatch",
 )  # fmt: skip
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "data": {"type": Path, "default": DEFAULT_DATA, "help": "folder of public texts (reki/, goodreads/, ml-100k/)"},
+    "data": {"type": Path, "default": DEFAULT_DATA, "help": "folder of the public data (reki/, goodreads/, ml-100k/)"},
     "model": {"type": Path, "default": DEFAULT_MODEL, "help": "model folder"},
-    "device": {"default": "auto", "choices": ("auto", "cpu", "cuda"), "help": "auto: cuda where there is one"},
+    "device": {"default": "auto", "choices": ("auto", "cpu", "cuda"), "help": "auto: cuda if there is a device"},
     "dtype": {"default": "auto", "choices": ("auto", "float32", "bfloat16"), "help": "auto: bfloat16 on a GPU"},
-    "threads": {"type": int, "default": 2, "help": "torch threads of every system"},
-    "cache": {"type": Path, "default": REPOSITORY / ".night", "help": "where texts are kept by model"},
+    "threads": {"type": int, "default": 2, "help": "torch threads of each system"},
+    "cache": {"type": Path, "default": REPOSITORY / ".night", "help": "folder of the cached texts, by model"},
 }
 
 Item = TypeVar("Item")
@@ -51,10 +51,10 @@ def benchmark_parser(about: str, *options: str) -> argparse.ArgumentParser:
     """A parser with `--quick` and `--smoke` (both set `size`; default "full"), `--json` and the shared `options`."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     size = parser.add_mutually_exclusive_group()
-    for name, meaning in (("quick", "less: under 5 minutes on 2 cores"), ("smoke", "does it run at all")):
+    for name, meaning in (("quick", "measure less: under 5 minutes on 2 cores"), ("smoke", "only show that it runs")):
         size.add_argument(f"--{name}", dest="size", action="store_const", const=name, help=meaning)
     parser.set_defaults(size="full")
-    parser.add_argument("--json", type=Path, help="file to write: machine, command and measurements")
+    parser.add_argument("--json", type=Path, help="write the command, the machine and the measurements to this file")
     for name in options:
         parser.add_argument(f"--{name}", **_OPTIONS[name])
     return parser

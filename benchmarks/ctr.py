@@ -200,7 +200,7 @@ def run(folder: Path, size: str) -> list[dict]:
     try:
         import fuxictr  # noqa: F401
     except ImportError:
-        print("fuxictr is not installed here: only ours is measured", file=sys.stderr)
+        print("fuxictr is not installed here: only our models are measured", file=sys.stderr)
     with_peer = "fuxictr" in sys.modules
     for name in MODELS:
         aucs: dict[str, list[float]] = {}
@@ -236,7 +236,7 @@ def main() -> None:
     if (options.data / "ml-100k").is_dir():
         rows += run(options.data / "ml-100k", options.size)
     else:
-        print(f"{options.data / 'ml-100k'} is not there: nothing is measured beside FuxiCTR", file=sys.stderr)
+        print(f"{options.data / 'ml-100k'} is not there: nothing is compared with FuxiCTR", file=sys.stderr)
     for row in rows:
         print(json.dumps(jsonable(row)))
     if options.json:

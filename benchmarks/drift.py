@@ -32,7 +32,7 @@ CHAINS = {name: RULES[name] for name in ("greedy", "relaxed, top 2 above 0.1", "
 PLAIN = "greedy"
 MAX_NEW_EVENTS = 4  # per viewer and night
 COLUMNS = {
-    "night": "{night}", "rule": "{rule}", "tokens a step": "{tokens_per_step:.2f}", "as plain": "{as_plain:.2f}",
+    "night": "{night}", "rule": "{rule}", "tokens per step": "{tokens_per_step:.2f}", "as plain": "{as_plain:.2f}",
     "repeated": "{repeated:.2f}", "tokens": "{length:.0f}",
     "cosine": "{cosine:.3f}", "kept": "{kept:.2f}",
 }  # fmt: skip

@@ -74,7 +74,7 @@ def measure(
         except torch.OutOfMemoryError:
             if not contestant.is_peer:
                 raise
-            logger.warning("%s: no memory at batch %d", contestant.system, batch)
+            logger.warning("%s: out of memory at batch %d", contestant.system, batch)
             del passes[contestant.key]
             return None
 

@@ -73,7 +73,7 @@ def unseen_prompts(engine: Engine, task: Task, cache: Path) -> Task:
     remaining = replace(task, held_out=unseen(task.held_out), earlier_prompts=unseen(task.earlier_prompts))
     num_left_out = len(task.held_out) - len(remaining.held_out)
     if num_left_out:
-        logger.info("%s: %d prompts left out, their texts are in the pool", task.name, num_left_out)
+        logger.info("%s: %d prompts left out, because their texts are in the pool", task.name, num_left_out)
     return remaining
 
 

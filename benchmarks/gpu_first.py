@@ -127,7 +127,7 @@ def without_drafts(run: Run, items: list[str], process: subprocess.Popen) -> lis
     run.fail("drafts", "drafts", tail_of(run.options.out / "drafts.log", 0, 800))
     dropped = [item for item in items if item.split("/")[0] in ("gains", "chosen")]
     for item in dropped:
-        run.fail("f", item, "not measured: nothing can be drafted here")
+        run.fail("f", item, "not measured: drafting does not work here")
     return [item for item in items if item not in dropped]
 
 
@@ -138,14 +138,14 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--call", type=int, choices=PHASES, default=1, help="which list of phases to run; default: 1")
-    parser.add_argument("--deadline", type=float, help="seconds in all; default: the call's own")
+    parser.add_argument("--deadline", type=float, help="seconds for the whole run; default: that of the call")
     parser.add_argument("--out", type=Path, required=True, help="folder of rows, logs and test reports")
-    parser.add_argument("--phases", help=f"instead of the call's, comma-separated: {', '.join(PHASES[1] + PHASES[2])}")
-    parser.add_argument("--items", nargs="+", help="measure these items instead of the phases' own (gpu_phases.py)")
+    parser.add_argument("--phases", help=f"instead of the call's phases: {','.join(PHASES[1] + PHASES[2])}")
+    parser.add_argument("--items", nargs="+", help="measure these items instead of those of the phases (gpu_phases.py)")
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="folder of the small model")
     parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder of the public texts")
     parser.add_argument("--texts", type=Path, help="folder that pool_texts.py wrote")
-    parser.add_argument("--geometry", default="8b-gqa", help="of widen.py")
+    parser.add_argument("--geometry", default="8b-gqa", help="geometry of widen.py")
     parser.add_argument("--smoke", action="store_true", help="everything once, on a CPU, with a tiny model")
     parser.add_argument("--crash-at", help=argparse.SUPPRESS)
     options = parser.parse_args(words)

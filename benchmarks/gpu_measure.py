@@ -76,7 +76,7 @@ def measure(run: Run, items: Sequence[str], start_s: float = START_S) -> None:
             rung = min(rung + 1, len(LADDER) - 1)
             if num_empty > 2:
                 for item in left:
-                    run.fail("load", item, f"not begun: {reason}")
+                    run.fail("load", item, f"not started: {reason}")
                 return
         if crashed is None:
             continue
@@ -87,7 +87,7 @@ def measure(run: Run, items: Sequence[str], start_s: float = START_S) -> None:
             was_careful = True
             again, _, _ = measure_once(run, [crashed], mode.careful, start_s)
             if again is None:
-                run.say(f"{crashed} is right without graphs: steps go on without them")
+                run.say(f"{crashed} is right without graphs: later steps run without them")
                 without_graphs = True
                 continue
         if rung < len(LADDER) - 1:

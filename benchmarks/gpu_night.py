@@ -205,9 +205,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--nights", nargs="+", type=night_and_workers, metavar="NIGHT/WORKERS",
         default=[(night, None) for night in ("first", "second", "plain")],
-        help="the first one first; default: first/auto second/auto plain/auto",
+        help="nights in this order, `first` first; default: first/auto second/auto plain/auto",
     )  # fmt: skip
-    parser.add_argument("--deadline", type=float, default=330.0, help="seconds in all")
+    parser.add_argument("--deadline", type=float, default=330.0, help="seconds for the whole run")
     options = parser.parse_args(words)
     if options.nights[0][0] != "first":
         parser.error("--nights: the first is the night `first`, which writes the workspace of the others")

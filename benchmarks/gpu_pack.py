@@ -117,7 +117,7 @@ def main(words: Sequence[str] | None = None) -> None:
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--out", type=Path, help="folder of the archive to write")
     action.add_argument("--unpack", type=Path, help="folder of the archive to extract")
-    parser.add_argument("--to", type=Path, default=Path(".site"), help="where it is extracted; default: .site")
+    parser.add_argument("--to", type=Path, default=Path(".site"), help="folder to extract to; default: .site")
     parser.add_argument("--python-version", default="3.12", help="Python of the GPU machine; default: 3.12")
     options = parser.parse_args(words)
     if options.out:

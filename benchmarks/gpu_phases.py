@@ -92,7 +92,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--max-cache-tokens", type=int)
     parser.add_argument("--profile", action="store_true", help="profile a step of some items")
     parser.add_argument("--compile-only", help="I/N: compile this share of the attention kernels, do not time them")
-    parser.add_argument("--until", type=float, default=float("inf"), help="seconds that are left")
+    parser.add_argument("--until", type=float, default=float("inf"), help="seconds until the process must end")
     parser.add_argument("--smoke", action="store_true", help="few and short steps")
     parser.add_argument("--crash-at", help="for tests: end at this item as a crash would")
     options = parser.parse_args(words)

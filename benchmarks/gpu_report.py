@@ -116,7 +116,7 @@ def _load(rows: Sequence[dict]) -> str:
             lines.append(f"pools and drafts compiled in {row['seconds']:.0f} s")
     gemms = [row for row in rows if "gemms_a_layer" in row]
     lines += [
-        f"GEMMs alone, {row['gemms_a_layer']} a layer, {row['rows']:5} rows: layers {row['layers_ms']:.2f} ms, "
+        f"GEMMs alone, {row['gemms_a_layer']} per layer, {row['rows']:5} rows: layers {row['layers_ms']:.2f} ms, "
         f"head {row['head_ms']:.2f} ms"
         for row in gemms
     ]
@@ -147,7 +147,7 @@ def _profiles(rows: Sequence[dict]) -> str:
         if row.get("phase") == "d" and "kernels" in row:
             lines.append(
                 f"{row['item']}: {row['launches']} launches, {row['total_us'] / 1000:.2f} ms of kernels, "
-                f"{row['wall_us'] / 1000:.2f} ms watched"
+                f"{row['wall_us'] / 1000:.2f} ms with the profiler"
             )
             lines += [f"  {us:9.0f} us {count:5} x {name[:90]}" for name, count, us in row["kernels"][:NUM_KERNELS]]
     return "\n".join(lines)
@@ -186,7 +186,7 @@ def _gains(rows: Sequence[dict]) -> str:
             f"{row['task']:16}{row['batch']:4}  {row['system']:16} round {row['round']}"
             f"{row['tokens_per_s']:9.0f} tokens/s"
             f"  x{statistics.median(over):.2f} ({min(over):.2f} to {max(over):.2f})"
-            f"  decoding alone x{statistics.median(while_decoding):.2f}  {row['tokens_per_step']:.2f} tokens a step"
+            f"  decoding alone x{statistics.median(while_decoding):.2f}  {row['tokens_per_step']:.2f} tokens per step"
             f"  drafting {row['draft_ms_a_step']:.2f} ms  as plain {row['equal_to_plain']:.0%}"
             f"  captures {row['captures']}{f'  predicted x{predicted}' if predicted else ''}"
             f"{'  budget ' + str(row['budgets'].get(row['system'])) if row['system'].startswith('chosen') else ''}"
@@ -197,7 +197,7 @@ def _gains(rows: Sequence[dict]) -> str:
 def _peers(rows: Sequence[dict]) -> str:
     return "\n".join(
         f"transformers.generate, batch {row['batch']}: {row['tokens_per_s']:.0f} tokens/s, "
-        f"{row['step_ms']:.1f} ms a step"
+        f"{row['step_ms']:.1f} ms per step"
         for row in rows
         if row.get("phase") == "p" and "tokens_per_s" in row
     )

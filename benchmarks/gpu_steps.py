@@ -160,7 +160,7 @@ def measure_steps(bench: Bench, item: str, batch: int, num_nodes: int, fused: bo
     fused_before, num_timed = fused_of(model), 3 if is_smoke else NUM_TIMED
     prompt_tokens = SMOKE_PROMPT_TOKENS if is_smoke else PROMPT_TOKENS
     if not fused and not any(fused_before.values()):
-        print(f"{item}: left out, the model has no fused layer", flush=True)
+        print(f"{item}: left out, because the model has no fused layer", flush=True)
         return
     if not fused:
         set_fused(model, dict.fromkeys(fused_before))

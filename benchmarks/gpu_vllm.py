@@ -111,7 +111,7 @@ class Contest:
                 values[key] = sum(map(list.__eq__, texts, self._texts[other, batch])) / len(texts)
         self.rows.add("vllm", f"pass/{batch}/{name}", **values, **answer.get("facts", {}))
         speed, growth, left_s = values["tokens_per_s"], values["tokens_per_step"], self.deadline.left()
-        print(f"[{left_s:4.0f} s left] {batch} {name}: {speed:.0f} tokens/s, {growth:.2f} a step", flush=True)
+        print(f"[{left_s:4.0f} s left] {batch} {name}: {speed:.0f} tokens/s, {growth:.2f} per step", flush=True)
 
     def warm_up(self, batch: int, prompts: list[list[int]], plan: Plan, names: Iterable[str]) -> None:
         """Run a batch on each system; ours writes whole texts, since it captures CUDA graphs when first needed."""

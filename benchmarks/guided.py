@@ -42,7 +42,7 @@ MIN_KEPT, MAX_GUIDING = 31 / 32, 0.05
 CALLS = ((guided, "begin"), (guided, "advance"), (guided.GuidedLogits, "masks"), (Guide, "num_allowed"))
 COLUMNS = {
     "template": "{template}", "way": "{way}", "kept": "{kept:.2f}", "tokens": "{length:.0f}", "forced": "{forced:.2f}",
-    "tokens a step": "{tokens_per_step:.2f}", "tokens/s": "{tokens_per_s:.0f}", "guiding": "{guiding:.3f}",
+    "tokens per step": "{tokens_per_step:.2f}", "tokens/s": "{tokens_per_s:.0f}", "guiding": "{guiding:.3f}",
 }  # fmt: skip
 
 

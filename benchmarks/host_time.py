@@ -305,7 +305,7 @@ def describe_row(row: dict) -> str:
         parts = f"{row['num_texts']} texts, results {row['results_ms'].median:.2f}"
     shares = ", ".join(f"{name} {100 * row['host_share'][name]:.0f} %" for name in (JUDGED, "8b-gqa"))
     where = f"{_measured(row)}, batch {row['batch']:3}, drafts of {row['draft_size']:2}"
-    return f"{where}: host ms a step {row['host_ms']}: {parts}; {shares}"
+    return f"{where}: host ms per step {row['host_ms']}: {parts}; {shares}"
 
 
 def figures_of(rows: Sequence[dict]) -> list[Figure]:

@@ -180,16 +180,16 @@ COLUMNS = {  # headings and format strings of each part's table
         "share": "{retrieval_share:.1%}", "tokens/s over plain": "{speed}",
     },
     "c": {
-        "texts": "{task}", "batch": "{batch}", "rule": "{rule}", "a step": "{tokens_per_step:.2f}",
+        "texts": "{task}", "batch": "{batch}", "rule": "{rule}", "per step": "{tokens_per_step:.2f}",
         "tokens": "{mean_length:.0f}", "over plain": "{length:.2f}", "cut": "{share_cut:.0%}",
         "as plain": "{share_as_plain:.0%}", "tokens/s over plain": "{speed}", "time over plain": "{time}",
     },
     "d": {"texts": "{texts}", "as": "{form}"} | AUC | OVER,
     "e": {
-        "night": "{night}", "texts": "{num_texts}", "a step": "{tokens_per_step:.2f}",
-        "writes": "{generation_s:.2f} s", "drafts": "{drafting_s:.2f} ({drafting_share:.1%})",
-        "groups": "{grouping_s:.2f} ({grouping_share:.1%})",
-        "builds pools": "{pools_s:.2f} ({pools_share:.1%})",
+        "night": "{night}", "texts": "{num_texts}", "per step": "{tokens_per_step:.2f}",
+        "writing": "{generation_s:.2f} s", "drafting": "{drafting_s:.2f} ({drafting_share:.1%})",
+        "grouping": "{grouping_s:.2f} ({grouping_share:.1%})",
+        "building pools": "{pools_s:.2f} ({pools_share:.1%})",
     },
 }  # fmt: skip
 

@@ -111,7 +111,7 @@ def deterministic_rows(engine, task: Task, pool, trained, judge, scale: Scale) -
         num_repetitions = scale.num_repetitions if is_largest and is_first else 1
         amount = Amount(len(prompts), num_repetitions, len(prompts), num_repetitions)
         passes = measure(systems, prompts, batch, MAX_NEW_TOKENS, amount, num_warm_up=1)
-        logger.info("%s, batch %d, trees of %d are measured", task.name, batch, size)
+        logger.info("%s, batch %d: measuring trees of %d", task.name, batch, size)
         for (name, of_size), own in passes.items():
             if name == PLAIN and not is_first:
                 continue

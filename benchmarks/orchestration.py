@@ -61,7 +61,7 @@ COLUMNS = {
 
 def main() -> None:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--entities", type=int, nargs="*", help="sizes to measure")
+    parser.add_argument("--entities", type=int, nargs="*", help="numbers of entities to measure")
     parser.add_argument("--nights", nargs="+", choices=SHARE_CHANGED, default=list(SHARE_CHANGED), help="in this order")
     parser.add_argument("--text-tokens", type=int, default=150, help=f"tokens of a text, a multiple of {PHRASE_TOKENS}")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)

@@ -251,7 +251,7 @@ def tasks_measured(data: Path, model: Path, tokenizer, scale: Scale, is_real: bo
 def main() -> None:
     """Write the pools' texts, measure the cost of steps, then measure all systems."""
     parser = benchmark_parser(__doc__, "data", "model", "threads", "cache")
-    parser.add_argument("--models", type=Path, help=f"folder with {SMOLLM2}/, which is measured instead of --model")
+    parser.add_argument("--models", type=Path, help=f"folder with {SMOLLM2}/, to measure instead of --model")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of all systems")
     arguments = parser.parse_args()
     begin(arguments.threads)
@@ -264,7 +264,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         cost = Path(name) / "cost.json"
         step_cost = measure_steps(model, cost, engine, scale.batches, environment)
-        logger.info("steps of vLLM are measured")
+        logger.info("measuring the steps of vLLM")
         drafts = {VLLM: None, VLLM_NGRAM: NGRAM} | ({VLLM_SUFFIX: SUFFIX} if find_spec("arctic_inference") else {})
         peers = {system: Served(model, own, environment, dtype) for system, own in drafts.items()}
         tasks = tasks_measured(arguments.data, model, engines.tokenizer, scale, is_real)
@@ -284,13 +284,13 @@ def main() -> None:
                 systems = peers | {VLLM_OURS: ours} | of_our_engine(engines, batch, pools, task, scale.max_new_tokens)
                 rows += measure(systems, task, batch, scale)
                 speeds = [f"{row['system']} {row['tokens_per_s']:.0f}" for row in rows[-len(systems) :]]
-                logger.info("%s, batch %d, tokens a second: %s", task.name, batch, ", ".join(speeds))
+                logger.info("%s, batch %d, tokens per second: %s", task.name, batch, ", ".join(speeds))
             ours.close()
         for server in peers.values():
             server.close()
     table = [
         f"{row['task']:15} batch {row['batch']:2}  {row['system']:15}  {row['tokens_per_s']:6.0f} tokens/s, "
-        f"{row['ratio_to_vllm']} of vLLM plain, {row['tokens_per_step']:.2f} a step, "
+        f"{row['ratio_to_vllm']} of vLLM plain, {row['tokens_per_step']:.2f} per step, "
         f"{row['num_texts_as_undrafted']} of {row['num_texts']} texts as undrafted"
         for row in rows
     ]

@@ -84,7 +84,7 @@ def recombined(
 
 def measure_size(lines: list, num_texts: int, memory_mb: int, num_rounds: int, folder: Path) -> list[dict]:
     """The rows of one size: a full build, a bounded build, and with 5 % changed texts a full build and a merge."""
-    logger.info("%s texts: writing them", f"{num_texts:,}")
+    logger.info("writing %s texts", f"{num_texts:,}")
     texts = TextFile.write(folder / "texts", recombined(lines, num_texts, seed=1))
     today = TextFile.write(folder / "today", recombined(lines, num_texts, seed=1, changed_every=CHANGED_EVERY))
     held_out = TextFile.write(folder / "held_out", recombined(lines, NUM_HELD_OUT, seed=2))
@@ -227,7 +227,7 @@ def describe_row(row: dict) -> str:
 def main() -> None:
     """Measure, print, and write the JSON."""
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--num-texts", type=int, nargs="+", help="sizes to measure instead")
+    parser.add_argument("--num-texts", type=int, nargs="+", help="numbers of texts, instead of the default sizes")
     parser.add_argument("--memory-mb", type=int, help="limit of the bounded builds; default: an eighth of the need")
     arguments = parser.parse_args()
     show_progress()

@@ -77,19 +77,19 @@ def plain_texts(engine: Engine, prompts: tuple[np.ndarray, ...], max_new_tokens:
 
 def write_task(engine: Engine, task: Task, path: Path) -> None:
     """Write one task's Parquet file."""
-    logger.info("%s: texts of the pool", task.name)
+    logger.info("%s: writing the texts of the pool", task.name)
     pool_texts = plain_texts(engine, task.pool_prompts, task.max_new_tokens)
     measured = MEASURED_TOKENS[task.name]
     beginnings = {text[:measured].tobytes() for text in pool_texts}
-    logger.info("%s: texts of held-out prompts", task.name)
+    logger.info("%s: writing the texts of held-out prompts", task.name)
     answers = plain_texts(engine, task.held_out, measured)
     held_out = tuple(p for p, text in zip(task.held_out, answers, strict=True) if text.tobytes() not in beginnings)
-    logger.info("%s: %d of %d held-out prompts have texts of their own", task.name, len(held_out), len(answers))
+    logger.info("%s: texts of %d of %d held-out prompts are not in the pool", task.name, len(held_out), len(answers))
     groups = like_groups(task)
     with tempfile.TemporaryDirectory() as folder:
         pool = calibrated_pool(task, pool_texts, groups, PoolSettings(), Path(folder) / "pool").pool
         night = drafting(engine, pool, WITH_POOL, groups, Budget(), "relaxed")
-        logger.info("%s: relaxed texts of earlier prompts", task.name)
+        logger.info("%s: writing relaxed texts of earlier prompts", task.name)
         earlier = night.timed(task.earlier_prompts, task.max_new_tokens).texts
     rows = [
         *((HELD_OUT, prompt, None) for prompt in held_out),

@@ -69,7 +69,7 @@ HERE, THERE = "here", "H200"  # machines whose cost of steps is used
 # Milliseconds of an 8 B model's step by its tokens, for any number of texts: medians of `docs/gpu.md`, batch 1 and 32.
 H200_STEPS = {1: 5.7, 17: 6.5, 32: 6.65, 544: 16.4, 1088: 28.2}
 COLUMNS = {
-    "task": "{task}", "system": "{system}", "a step": "{tokens_per_step:.2f}", "steps of now": "{share_of_steps:.3f}",
+    "task": "{task}", "system": "{system}", "per step": "{tokens_per_step:.2f}", "steps of now": "{share_of_steps:.3f}",
     "forwards": "{num_forwards}", "tokens of now": "{share_of_forwarded:.3f}", "speed here": "{counted[here]:.3f}",
     "on H200": "{counted[H200]:.3f}", "with rest here": "{with_rest[here]:.3f}", "on H200 ": "{with_rest[H200]:.3f}",
     "by processor": "{speed}", "as now": "{num_as_now}/{num_texts}",
@@ -284,7 +284,7 @@ def tasks_of(model: str, tokenizer, data: Path, scale: Scale) -> Iterator[Change
 def main() -> None:
     """Write both nights of each task, the second one with every system."""
     parser = benchmark_parser(__doc__, "data", "threads")
-    parser.add_argument("--models", type=Path, required=True, nargs="+", help="folders of model folders")
+    parser.add_argument("--models", type=Path, required=True, nargs="+", help="folders that have the models' folders")
     arguments = parser.parse_args()
     begin(arguments.threads)
     scale = scale_of(arguments, FULL, QUICK, SMOKE)
@@ -292,7 +292,7 @@ def main() -> None:
     for name in (READERS_MODEL, VIEWERS_MODEL):
         folders = [folder / name for folder in arguments.models if (folder / name / "model.safetensors").is_file()]
         if not folders:
-            print(f"{name} is not there: its tasks are not measured", file=sys.stderr)
+            print(f"{name} is not there: its tasks are left out", file=sys.stderr)
             continue
         engine = Engine.from_pretrained(folders[0], DecodingSettings(model=str(folders[0]), batch_size=BATCH), "cpu")
         here = measure_step_cost(engine, None, SOURCES[:3], COST_BATCHES)

@@ -135,7 +135,7 @@ def main() -> None:
         peer.close()
     table = [
         f"{row['task']:15} batch {row['batch']:2}  {row['system']:10}  {row['tokens_per_s']} tokens/s, "
-        f"{row['tokens_per_step']:.2f} a step, {row['ratios'][BFLOAT16]} of plain bfloat16, "
+        f"{row['tokens_per_step']:.2f} per step, {row['ratios'][BFLOAT16]} of plain bfloat16, "
         f"{row['num_texts_as_plain_bfloat16']} of {row['num_texts']} texts as plain"
         for row in rows
     ]

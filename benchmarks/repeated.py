@@ -55,7 +55,7 @@ SETTINGS = {
 TIMEOUT_S = 1800.0  # limit of a night
 COLUMNS = {
     "chain": "{chain}", "night": "{night}", "side": "{side}", "tokens": "{mean_tokens:.1f}",
-    "repet.": "{repetitive:.1%}", "plain": "{as_plain:.1%}", "a step": "{tokens_per_step:.2f}", "errors": "{shares}",
+    "repet.": "{repetitive:.1%}", "plain": "{as_plain:.1%}", "per step": "{tokens_per_step:.2f}", "errors": "{shares}",
 }  # fmt: skip
 MAX_ADDED = 0.02  # allowed share of texts with an error in the last nights, above the share in plain texts
 

@@ -31,7 +31,7 @@ BUDGET = {"max_draft_tokens": 8, "min_acceptance": 0.0}  # drafts of this size f
 PLAIN = "greedy"
 MAX_LOST_AUC = 0.002
 COLUMNS = {
-    "rule": "{variant}", "tokens a text": "{tokens_per_text[user]:.0f} / {tokens_per_text[item]:.0f}",
+    "rule": "{variant}", "tokens per text": "{tokens_per_text[user]:.0f} / {tokens_per_text[item]:.0f}",
     "AUC added, all models": "{lift[all][mean_difference]:+.4f} ({lift[all][low]:+.4f} to {lift[all][high]:+.4f})",
 }  # fmt: skip
 

@@ -56,7 +56,7 @@ RULES = {
     "fly": {"verifier": "fly"},
 }
 COLUMNS = {
-    "task": "{task}", "rule": "{rule}", "tokens a step": "{tokens_per_step:.2f}", "texts/s over plain": "{speed:.2f}",
+    "task": "{task}", "rule": "{rule}", "tokens per step": "{tokens_per_step:.2f}", "texts/s over plain": "{speed:.2f}",
     "log-probability": "{log_probability:.3f}", "repeated": "{repeated:.2f}", "tokens": "{length:.0f}",
     "cosine": "{cosine:.3f}", "kept": "{kept:.2f}",
 }  # fmt: skip

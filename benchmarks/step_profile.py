@@ -182,7 +182,7 @@ def measure_model(loaded: LoadedModel, name: str, rates: DeviceRates, scale: Sca
                 verifier = Relaxed() if num_nodes else Greedy()
                 times = timed_steps(engine, drafter, prompts, scale.num_steps, verifier)
                 if not times:
-                    print(f"{name}, {kind}, batch {batch}: left out, the KV cache holds no full batch", flush=True)
+                    print(f"{name}, {kind}, batch {batch}: left out, the KV cache is too small", flush=True)
                     continue
                 row = profile(engine, drafter, prompts, scale.num_steps, verifier)
                 num_cached = sum(len(prompts[n % len(prompts)]) for n in range(batch))
