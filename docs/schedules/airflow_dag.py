@@ -1,5 +1,5 @@
-"""Airflow: `laserbatch nightly` for each day that is over. The date is the run's own, so that Airflow's backfills do
-earlier nights; retries go on with what is finished."""
+"""Airflow: `laserbatch nightly` for each day that is over. The date is that of the DAG run, so that Airflow's backfills
+run earlier nights; retries continue with the finished work."""
 
 from datetime import datetime, timedelta
 
@@ -12,13 +12,13 @@ except ImportError:
 from airflow.timetables.interval import CronDataIntervalTimetable
 
 CONFIG = "/etc/laserbatch/laserbatch.yaml"
-# A retry of what comes back the same (exit codes 2, 3, 4) ends in seconds and changes nothing.
+# A retry after exit codes 2, 3 and 4, which repeat, ends in seconds and changes nothing.
 NIGHT = f"exec laserbatch nightly --config {CONFIG} --date {{{{ ds }}}}"
 
 with DAG(
     dag_id="laserbatch",
     description="The night's knowledge about users and items",
-    # With the text "0 2 * * *" Airflow 3 would give {{ ds }} the day that has begun, Airflow 2 the day before.
+    # With the string "0 2 * * *", {{ ds }} would be the current day in Airflow 3, and the day before in Airflow 2.
     schedule=CronDataIntervalTimetable("0 2 * * *", timezone="UTC"),
     start_date=datetime(2025, 1, 1),
     catchup=False,
