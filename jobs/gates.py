@@ -63,30 +63,30 @@ class _Gate:
 
 
 GATES = {
-    "coverage": _Gate("{value} as many texts as the run before", MIN_COVERAGE, is_least=True),
+    "coverage": _Gate("the number of texts is {value} of the previous run's", MIN_COVERAGE, is_least=True),
     "quarantine": _Gate("{value} of the entities are in quarantine", "max_failed_share"),
-    "unusable": _Gate("{value} of the texts written could not be used", MAX_UNUSABLE_SHARE),
-    "cut": _Gate("{value} of the texts written are empty or cut at their limit", MAX_CUT_SHARE),
-    "repetition": _Gate("{value} of the texts written mostly repeat themselves", MAX_REPETITIVE_SHARE),
-    "length": _Gate("rewritten texts are longer or shorter than their last ones by a factor of {value}",
+    "unusable": _Gate("{value} of the written texts could not be used", MAX_UNUSABLE_SHARE),
+    "cut": _Gate("{value} of the written texts are empty or cut at the token limit", MAX_CUT_SHARE),
+    "repetition": _Gate("{value} of the written texts mostly repeat themselves", MAX_REPETITIVE_SHARE),
+    "length": _Gate("the mean length of rewritten texts differs from the previous one by a factor of {value}",
                     MAX_LENGTH_FACTOR, share=False),
     "vector norm": _Gate("{value} of the vectors do not have length 1", 0.0),
-    "vector drift": _Gate("vectors of rewritten texts have a mean cosine of {value} with their last ones", MIN_COSINE,
-                          is_least=True, share=False),
+    "vector drift": _Gate("vectors of rewritten texts have a mean cosine of {value} with the previous vectors",
+                          MIN_COSINE, is_least=True, share=False),
     "audit": _Gate("", None),  # never has a value, only the reason why texts were not compared with plain ones
-    "length beside plain": _Gate("texts are longer or shorter than plain ones by a factor of {value}",
+    "length beside plain": _Gate("the length of texts differs from that of plain texts by a factor of {value}",
                                  MAX_AUDIT_LENGTH_FACTOR, "audit", share=False),
-    "cosine with plain": _Gate("vectors of texts have a mean cosine of {value} with those of plain ones",
+    "cosine with plain": _Gate("vectors of texts have a mean cosine of {value} with those of plain texts",
                                MIN_AUDIT_COSINE, "audit", is_least=True, share=False),
-    "added repetition": _Gate("texts repeat at least {value} more of themselves than plain ones",
+    "added repetition": _Gate("texts repeat at least {value} more of themselves than plain texts",
                               MAX_ADDED_REPETITION, "audit"),
-    "lost fields": _Gate("texts lack at least {value} of the requested fields that plain ones have",
+    "lost fields": _Gate("texts lack at least {value} of the requested fields that plain texts have",
                          MAX_LOST_FIELDS, "audit"),
-    "added names": _Gate("texts have at least {value} more names that stand in neither prompt nor catalogue than "
-                         "plain ones", MAX_ADDED_NAMES, "audit", share=False),
-    "speed": _Gate("{value} of the forecast number of draft tokens was accepted", 1 - MAX_SHARE_MISSING, is_least=True,
-                   only_warns=True),
-    "AUC": _Gate("AUC with these texts is at most {value} above that with plain ones", None, "auc", is_least=True,
+    "added names": _Gate("texts have at least {value} more names without a source in prompt or catalogue than "
+                         "plain texts", MAX_ADDED_NAMES, "audit", share=False),
+    "speed": _Gate("the number of accepted draft tokens is {value} of the forecast", 1 - MAX_SHARE_MISSING,
+                   is_least=True, only_warns=True),
+    "AUC": _Gate("AUC with these texts is at most {value} above AUC with plain texts", None, "auc", is_least=True,
                  share=False),
 }  # fmt: skip
 VERDICTS = {"stop": "blocks", "warn": "warns", "ignore": "passes"}  # by the value of `gates.audit` or `gates.auc`
@@ -162,7 +162,7 @@ def _audited(audit: AuditFigures | None) -> Iterator[GateFigures]:
         return
     for side, comparison in audit.sides.items():
         if comparison.num_pairs < MIN_PAIRS:
-            yield GateFigures("audit", side, reason="too few texts beside plain ones to judge")
+            yield GateFigures("audit", side, reason="too few texts were compared with plain texts to judge")
             continue
         values = {
             "length beside plain": max(comparison.length_ratio, 1 / max(comparison.length_ratio, 1e-9)),
@@ -189,8 +189,8 @@ def _auc(figures: CtrFigures) -> GateFigures:
     """The AUC gate, from the comparison with plain texts of this run, or of an earlier run that can be judged."""
     verdict = figures.equivalence.get("all")
     if verdict is None or verdict.high is None:
-        return GateFigures("AUC", reason=figures.skipped or "not compared with plain texts in several trainings")
-    note = "" if figures.judged_run_id is None else f"of {age_of_judged(figures)}"
+        return GateFigures("AUC", reason=figures.skipped or "not compared with plain texts with several seeds")
+    note = "" if figures.judged_run_id is None else f"measured on {age_of_judged(figures)}"
     return GateFigures("AUC", value=verdict.high, limit=-verdict.margin, reason=note)
 
 
@@ -212,7 +212,7 @@ def _of_side(
     if before is not None and _least_evidence(manifest) > _least_evidence(before):  # a raised limit drops texts
         num_texts += figures.postponed.get(EVIDENCE, 0) - before.generation.sides[side].postponed.get(EVIDENCE, 0)
     coverage = num_texts / num_before if num_before >= MIN_TEXTS_JUDGED else None
-    yield gate("coverage", coverage, "no run before with enough texts")
+    yield gate("coverage", coverage, "no previous run with enough texts")
     failed = figures.num_quarantined / max(figures.num_entities, 1)
     reasons = ", ".join(f"{reason} ({number})" for reason, number in figures.quarantine_reasons.items())
     yield GateFigures("quarantine", side, failed, reason=reasons)
@@ -263,7 +263,7 @@ def _drift(
     factor = max(ratio, 1 / max(ratio, 1e-9))
     yield GateFigures("length", side, factor, reason=note, can_block=is_comparable)
     if not same_encoder:
-        yield GateFigures("vector drift", side, reason="vectors of another encoder")
+        yield GateFigures("vector drift", side, reason="the previous vectors come from another encoder")
         return
     both = ids.filter(pc.is_in(ids, value_set=last["entity_id"].combine_chunks()))
     if len(both) < MIN_TEXTS_JUDGED:

@@ -14,10 +14,10 @@ from laserbatch.pipeline.storage.figures import AuditedText, AuditFigures
 
 PARTS = re.compile(r"\s+|[^\s\w]+|\w+")
 CAPTION = (
-    "Means over tonight's texts, and of plain ones in parentheses. Length: of all tokens, over that of plain texts. "
-    "Repeated: n-grams that stood in the text before. Fields: those that the template asks for. Names: quoted "
-    "titles and capitalised words, a text, that stand neither in its prompt nor in the table of items; the model "
-    "invents some itself, so that only the difference is the drafts' doing."
+    "Means over the compared texts of tonight; means over their plain versions in parentheses. Length: tokens of "
+    "tonight's texts divided by tokens of plain texts. Repeated: share of n-grams that occur earlier in the same text. "
+    "Fields: share of the template's fields that a text has. Names: quoted titles and capitalised words per text that "
+    "occur neither in its prompt nor in the items table. The model invents some itself; drafts cause only the rest."
 )
 
 
@@ -27,12 +27,12 @@ def audit_section(audit: AuditFigures | None) -> Section:
         blocks.append(Note((audit and audit.skipped) or "No text was compared with a plain one."))
     else:
         rows = [{"Side": SIDE_LABELS[side]} | audit_row(asdict(figures), 1) for side, figures in audit.sides.items()]
-        blocks.append(Table("Tonight's texts beside plain ones of the same prompts", rows, ("Side",), CAPTION))
+        blocks.append(Table("Tonight's texts compared with plain texts of the same prompts", rows, ("Side",), CAPTION))
         cases = [_case(side, case) for side, figures in audit.sides.items() for case in figures.cases]
         blocks += cases
         if not cases:
-            blocks.append(Note("Every text that was compared is the plain one, to the last character."))
-    return Section("audit", "Beside plain texts", blocks)
+            blocks.append(Note("Every compared text is identical to its plain version."))
+    return Section("audit", "Comparison with plain texts", blocks)
 
 
 def audit_row(figures: Mapping[str, Any], digits: int) -> dict[str, str]:
@@ -55,11 +55,11 @@ def audit_row(figures: Mapping[str, Any], digits: int) -> dict[str, str]:
 def _case(side: Side, case: AuditedText) -> SideBySide:
     facts = [f"cosine {decimal(case.cosine)}", f"{decimal(case.length_ratio)} times as long"]
     if case.added_repetition > 0:
-        facts.append(f"{percent(case.added_repetition)} more repeated")
+        facts.append(f"{percent(case.added_repetition)} more repetition")
     if case.lost_fields > 0:
         facts.append(f"{percent(case.lost_fields)} of its fields lost")
     if case.names:
-        facts.append(f"{counted(len(case.names), 'name')} from nowhere: {', '.join(case.names)}")
+        facts.append(f"{counted(len(case.names), 'added name')}: {', '.join(case.names)}")
     tonight, plain = _marked(case.text, case.plain_text)
     return SideBySide(f"{side.capitalize()} {case.entity_id}", " · ".join(facts), {"Tonight": tonight, "Plain": plain})
 

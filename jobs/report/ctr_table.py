@@ -61,15 +61,15 @@ def ctr_lead(figures: CtrFigures) -> str:
     split = figures.split
     parts = ", ".join(f"{count(split[name])} {name}" for name in ("train", "validation", "test") if name in split)
     seeds = counted(max(row.num_seeds for row in figures.rows), "seed")
-    reason = f"Nothing can judge this run yet: these are the features of {age_of_judged(figures)}. "
+    reason = f"This run cannot be judged yet; these figures are of {age_of_judged(figures)}. "
     lead = reason if figures.judged_run_id else ""
-    lead += f"Trained on interactions split by time ({parts}), {seeds} each."
+    lead += f"Each model was trained with {seeds}, on interactions split by time ({parts})."
     shares = [
-        f"{percent(split[name] / split['test'], 1)} of {entities}"
+        f"{percent(split[name] / split['test'], 1)} are of {entities}"
         for name, entities in (("test_unseen", "users unseen in training"), ("test_cold", "cold users"))
         if name in split and split.get("test")
     ]
-    return lead + (f" Of the test rows {' and '.join(shares)}." if shares else "")
+    return lead + (f" Of the test rows, {' and '.join(shares)}." if shares else "")
 
 
 def ctr_table(figures: CtrFigures) -> Table:
@@ -85,7 +85,7 @@ def ctr_table(figures: CtrFigures) -> Table:
                 "AUC": decimal(score.auc, 4) + ("" if score.auc_std is None else f" ± {decimal(score.auc_std, 4)}"),
                 "LogLoss (nats)": decimal(score.logloss, 4),
                 "GAUC": decimal(score.gauc, 4),
-                "Mean prediction over base rate": decimal(score.calibration, 3, signed=True),
+                "Mean prediction − base rate": decimal(score.calibration, 3, signed=True),
                 "AUC, cold users": decimal(score.auc_cold, 4),
                 "AUC vs none": decimal(gain.auc, 4, signed=True) if gain else MISSING,
                 **_against_plain(verdict),
@@ -96,16 +96,16 @@ def ctr_table(figures: CtrFigures) -> Table:
         strong.append(len(rows))
         head = dict.fromkeys(rows[-1], MISSING) | {"Model": "All models", "Knowledge": scores[-1].variant}
         rows.append(head | _against_plain(compared[ALL_MODELS]))
-    caption = f"Test period only; means over seeds, of AUC ± their standard deviation. {_how_judged(compared)}"
+    caption = f"Means over seeds, on the test period; AUC ± its standard deviation over seeds. {_how_judged(compared)}"
     return Table("AUC and LogLoss by model and knowledge", rows, ("Model", "Knowledge", "Verdict"), caption, strong)
 
 
 def _how_judged(compared: Mapping[str, CtrVerdict]) -> str:
     if not compared:
-        return "No verdict: models were not trained on both plain texts and the run's own."
+        return "No verdict: models were not trained on both plain texts and the run's texts."
     judged = compared.get(ALL_MODELS) or next(iter(compared.values()))
     return (
-        "The run's own texts against plain ones: mean of the paired differences (of all models: weighted by their "
+        "AUC vs plain: mean of the paired differences to plain texts (all models: weighted by inverse "
         f"variance), with its {percent(judged.confidence)} interval over new users and new seeds. "
         f"“As good”: the interval lies within ±{decimal(judged.margin, 4)}; “worse” or “better”: beyond it; "
         f"“undecided”: neither. {_power(judged)}"
@@ -115,18 +115,18 @@ def _how_judged(compared: Mapping[str, CtrVerdict]) -> str:
 def _power(judged: CtrVerdict) -> str:
     """The power of this comparison, and the number of seeds or test rows that would give enough power."""
     if judged.power is None:
-        return "One seed has no interval: train with more (ctr.num_seeds)."
-    sentence = f"Texts that are equal would have been called as good in {percent(judged.power)} of such comparisons"
+        return "One seed gives no interval: raise ctr.num_seeds."
+    sentence = f"If the texts are equally good, {percent(judged.power)} of such comparisons find them “as good”"
     ways = []
     if judged.seeds_needed is not None:
         ways.append(f"{judged.seeds_needed} seeds (ctr.num_seeds)")
     if judged.rows_needed is not None:
-        ways.append(f"{count(judged.rows_needed)} test rows of more such users (a date that more follows)")
+        ways.append(f"{count(judged.rows_needed)} test rows, from more users (an earlier date has more)")
     if judged.power >= POWER_ENOUGH:
         return f"{sentence}."
     if not ways:
-        return f"{sentence}; more seeds or test rows alone would not do: set a wider ctr.equivalence_margin."
-    return f"{sentence}; it takes {' or '.join(ways)} for {percent(POWER_ENOUGH)}."
+        return f"{sentence}; more seeds or test rows alone are not enough: set a wider ctr.equivalence_margin."
+    return f"{sentence}; to reach {percent(POWER_ENOUGH)}, use {' or '.join(ways)}."
 
 
 def _against_plain(verdict: CtrVerdict | None) -> dict[str, str]:
@@ -151,13 +151,13 @@ def variant_table(comparison: Mapping[str, Any]) -> Table:
             {"Variant": variant["variant"]}
             | {"All" if model == "all" else model: _verdict(verdict) for model, verdict in variant["lift"].items()}
             | {
-                "Tokens a text": "\n".join(tokens) or MISSING,
+                "Tokens/text": "\n".join(tokens) or MISSING,
                 "Texts": f"{count(sum(num_texts.values()))}\n{count(sum(num_failed.values()))} failed",
-                "A million": f"{count(variant['seconds_per_million'])} s" + (f"\n{rate(money)}" if money else ""),
-                "Lift an hour": rate(None if per_hour is None else THOUSANDTHS * per_hour),
+                "Per million": f"{count(variant['seconds_per_million'])} s" + (f"\n{rate(money)}" if money else ""),
+                "Lift/hour": rate(None if per_hour is None else THOUSANDTHS * per_hour),
             }
         )
-    return Table("Which is worth it", rows, ("Variant",), _caption(comparison), [0])
+    return Table("Lift and cost by variant", rows, ("Variant",), _caption(comparison), [0])
 
 
 def audit_table(variants: Sequence[Mapping[str, Any]]) -> Table | None:
@@ -167,8 +167,8 @@ def audit_table(variants: Sequence[Mapping[str, Any]]) -> Table | None:
         for variant in variants
         for side, figures in variant["audit"].items()
     ]
-    caption = "Means, and of plain texts in parentheses, as in the report of a night."
-    return Table("Texts beside plain ones", rows, ("Variant", "Side"), caption) if rows else None
+    caption = "Means; those of plain texts in parentheses. The report of a night explains the columns."
+    return Table("Texts compared with plain texts", rows, ("Variant", "Side"), caption) if rows else None
 
 
 def between_line(comparison: Mapping[str, Any]) -> str | None:
@@ -179,8 +179,8 @@ def between_line(comparison: Mapping[str, Any]) -> str | None:
     if not parts:
         return None
     unsure = all(variant["lift"]["all"]["verdict"] == "undecided" for variant in comparison["variants"])
-    advice = ". No lift is sure yet: more users, or more seeds, narrow the intervals" if unsure else ""
-    return f"{first}, with all models, against {'; '.join(parts)}{advice}"
+    advice = ". No lift is certain yet: more users or seeds narrow the intervals" if unsure else ""
+    return f"{first} (all models) compared with {'; '.join(parts)}{advice}"
 
 
 def _caption(comparison: Mapping[str, Any]) -> str:
@@ -189,20 +189,20 @@ def _caption(comparison: Mapping[str, Any]) -> str:
     hours = {"GPU": "GPU-hour", "worker": "worker-hour"}
     kinds = " or ".join(dict.fromkeys(hours[variant["hours_of"]] for variant in comparison["variants"]))
     lines = [
-        f"AUC over the same models without texts, on {count(rows['test'])} test rows after {comparison['date']}: "
-        f"mean, half its {percent(judged['confidence'])} interval over new users and new seeds, verdict "
+        f"AUC gain over the same models without texts, on {count(rows['test'])} test rows after {comparison['date']}: "
+        f"mean, ± half its {percent(judged['confidence'])} interval over new users and new seeds, verdict "
         f"(“as good”: within ±{decimal(judged['margin'], 4)}; “?”: undecided).",
     ]
     if judged["low"] is None:
-        lines.append("One seed has no interval: train with more (--seeds, ctr.num_seeds).")
+        lines.append("One seed gives no interval: use more (--seeds, ctr.num_seeds).")
     lines.append(
-        "A million: seconds of the whole cluster for so many new texts, users and items as in the run, "
-        + ("by the clock" if any(variant["priced_by"] == "wall time" for variant in comparison["variants"]) else
-           "by their steps and what a step was measured to cost here, whatever else ran")
+        "Per million: seconds of the whole cluster for a million new texts, with users and items as in the run, "
+        + ("by wall time" if any(variant["priced_by"] == "wall time" for variant in comparison["variants"]) else
+           "by the number of steps and the cost of a step measured here, whatever else ran")
         + (", and money." if any(variant["money_per_million"] for variant in comparison["variants"]) else
            "; set cluster.price_per_hour to see money.")
     )  # fmt: skip
-    lines.append(f"Lift an hour: thousandths of AUC, of all models, for each {kinds} that a million texts take.")
+    lines.append(f"Lift/hour: thousandths of AUC (all models) per {kinds} of a million texts.")
     return " ".join(lines)
 
 

@@ -37,7 +37,7 @@ def drafts_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
     routed = [side for side in sides if any(side.figures.routes.values())]
     reason = "nothing was drafted" if written else "no text was generated"
     blocks: list[Block] = [
-        _origins(written) if has_drafts else Note(f"There is no acceptance to show: {reason} tonight."),
+        _origins(written) if has_drafts else Note(f"No acceptance to show: {reason} tonight."),
         _routes(routed) if routed else Note("No entity was routed to a pool tonight."),
     ]
     if has_drafts:
@@ -51,7 +51,7 @@ def drafts_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
     if not built:
         blocks.append(Note("No pool was built from tonight's texts."))
     elif all(pool.calibration_error is None for pool in built.values()):
-        blocks.append(Note("The pools built tonight are not calibrated: too few texts, or no replays wanted."))
+        blocks.append(Note("The pools built tonight are not calibrated: there were too few texts."))
     rows = [
         _pool_row(name, use, pools[name])
         for name in SIDES
@@ -60,10 +60,10 @@ def drafts_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
     ]
     if rows:
         caption = (
-            "Error: mean distance between estimated and realised acceptance, on texts that estimates were not fitted "
-            "to."
+            "Error: mean distance between estimated and measured acceptance, on texts that the estimates were not "
+            "fitted to."
         )
-        blocks.append(Table("Pools, in numbers", rows, ("Side", "Use", "Version", "Built"), caption))
+        blocks.append(Table("Pools", rows, ("Side", "Use", "Version", "Built"), caption))
     return Section("drafts", "Drafts and pools", blocks)
 
 
@@ -82,7 +82,7 @@ def _origins(sides: list[SideReport]) -> Figure:
         [side.label for side in sides],
         [*drafted, Series(SOURCE_LABELS["target"], undrafted, PLAIN)],
         "share of the side's written tokens",
-        "“The model itself”: bonus tokens and corrections, one a step.",
+        "“The model itself”: bonus tokens and corrections, one per step.",
     )
 
 
@@ -102,7 +102,7 @@ def _by_source(sides: list[SideReport]) -> Table:
                         "Accepted of drafted": percent(ratio(accepted, drafted)),
                     }
                 )
-    caption = "A draft is a tree, of which one path at most is accepted: shares are of all its tokens."
+    caption = "A draft is a tree, and at most one of its paths is accepted. Shares are of all drafted tokens."
     return Table("Drafted and accepted by source", rows, ("Side", "Source"), caption)
 
 
@@ -121,7 +121,7 @@ def _routes(sides: list[SideReport]) -> Figure:
             if any(counts.get(name) for counts in routes)
         ],
         "share of the side's entities",
-        "Collaborative: known well enough for a cluster of tastes. Attribute: the others, and cold ones.",
+        "Collaborative: entities known well enough for a cluster of tastes. Attribute: all others, cold ones too.",
     )
 
 

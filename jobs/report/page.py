@@ -111,7 +111,7 @@ def headline(manifest: RunManifest, sides: list[SideReport]) -> Markup:
         return Markup("This run failed and published nothing")
     phrases = [STATUS_PHRASES.get(manifest.status, "")]
     if not entities:
-        return Markup().join([*phrases, "no entity to write about"])
+        return Markup().join([*phrases, "there was no entity to write about"])
     if carried == entities:
         return Markup().join(
             [*phrases, strong(f"all {count(entities)}"), " entities were unchanged and kept their text"]
@@ -121,7 +121,7 @@ def headline(manifest: RunManifest, sides: list[SideReport]) -> Markup:
     if manifest.status != "failed":
         tonight = total(side.tonight for side in sides)
         if tonight and tonight.num_steps:
-            phrases += [" at ", strong(f"{decimal(tonight.tokens_per_step, 1)} tokens a step")]
+            phrases += [" at ", strong(f"{decimal(tonight.tokens_per_step, 1)} tokens per step")]
         for factor in _factors(sides)[:1]:
             phrases += [", ", strong(factor)]
         phrases.append(_judgement(manifest, sides))
@@ -146,12 +146,12 @@ def _judgement(manifest: RunManifest, sides: list[SideReport]) -> str:
     undecided = [model for model, verdict in verdicts.items() if verdict == "undecided"]
     of = f" (of {age_of_judged(manifest.judgement.ctr)})" if manifest.judgement.ctr.judged_run_id else ""
     if worse:
-        return f"; AUC harmed with {' and '.join(worse)}{of}"
+        return f"; AUC is worse with {' and '.join(worse)}{of}"
     if not unharmed:
-        return f"; whether AUC is harmed is undecided{of}"
+        return f"; whether AUC is worse is undecided{of}"
     if undecided:
-        return f"; AUC unharmed with {' and '.join(unharmed)}, undecided with {' and '.join(undecided)}{of}"
-    return f"; AUC unharmed{of}"
+        return f"; AUC is not worse with {' and '.join(unharmed)}, undecided with {' and '.join(undecided)}{of}"
+    return f"; AUC is not worse{of}"
 
 
 def key_figures(manifest: RunManifest, sides: list[SideReport]) -> list[KeyFigure]:
@@ -182,7 +182,7 @@ def _ctr_figure(manifest: RunManifest) -> KeyFigure:
     notes = [f"median of {counted(len(gains), 'model')}"]
     is_shown = all(gain.is_shown for gain in gains)
     if not is_shown:
-        notes = [f"{median}, {notes[0]}, but with one or more of them no more than the spread of seeds"]
+        notes = [f"{median}, {notes[0]}, but not above the spread of seeds with every model"]
     overall = manifest.judgement.ctr.equivalence.get(ALL_MODELS)
     if overall is not None:
         notes.append(f"{decimal(overall.mean_difference, 4, signed=True)} against plain texts")
@@ -191,7 +191,7 @@ def _ctr_figure(manifest: RunManifest) -> KeyFigure:
 
 def _warnings(manifest: RunManifest, sides: list[SideReport]) -> list[str]:
     """Warnings that need action, the reason of a failure first."""
-    done = "Not published" if manifest.status == "held" else "Published all the same"
+    done = "Not published" if manifest.status == "held" else "Published although a gate blocks it"
     messages = [f"{done}: {gate_sentence(gate)}." for gate in blocking(manifest.judgement.gates)]
     messages += [f"{gate_sentence(gate)}." for gate in warning(manifest.judgement.gates)]
     messages += log_warnings(manifest)

@@ -72,9 +72,9 @@ def side_warnings(side: SideFigures) -> list[str]:
     warnings, loops = [], side.quarantine_reasons.get("loops")
     if cut > MAX_SHARE_CUT:
         warnings.append(
-            f"{percent(cut, 1)} of the texts end at the token limit, in the middle of what they say: raise "
-            "decoding.max_new_tokens, or have the template ask for less"
-            + (f"; {loops} went round in loops, which more tokens would not mend" if loops else "")
+            f"{percent(cut, 1)} of the texts were cut at the token limit: raise decoding.max_new_tokens, or let the "
+            "template ask for less"
+            + (f"; {loops} texts repeat in a loop, and a higher limit would not help them" if loops else "")
         )
     if side.stats.role_marks:
         marks = ", ".join(f"{mark} ({number})" for mark, number in sorted(side.stats.role_marks.items()))
@@ -93,14 +93,14 @@ def side_warnings(side: SideFigures) -> list[str]:
         )
     if side.stats.repairs:
         kinds = ", ".join(f"{name} {number}" for name, number in sorted(side.stats.repairs.items()))
-        warnings.append(f"of {side.stats.num_texts} texts some were mended before they could be parsed: {kinds}")
+        warnings.append(f"some of the {side.stats.num_texts} texts were repaired before parsing: {kinds}")
     share = accepted_share(side)
     if share is not None and 1 - share > MAX_SHARE_MISSING:
         warnings.append(
-            f"drafts were accepted {side.stats.acceptance_length:.2f} tokens a step, {1 - share:.0%} less than the "
-            f"{side.forecast_acceptance:.2f} that its budget was chosen for (up to {MAX_SHARE_MISSING:.0%} is usual): "
-            "the texts have changed since. The next night drafts by replays of these, if pools are built from them "
-            "(`laserbatch pools rebuild`)"
+            f"{side.stats.acceptance_length:.2f} draft tokens were accepted per step, {1 - share:.0%} less than the "
+            f"{side.forecast_acceptance:.2f} that the budget was chosen for (up to {MAX_SHARE_MISSING:.0%} less is "
+            "usual): the texts have changed since. The next night's budget is chosen from tonight's texts if pools "
+            "are built from them (`laserbatch pools rebuild`)"
         )
     return warnings
 

@@ -19,7 +19,7 @@ def speed_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
     verifier = manifest.origin.settings.get("decoding", {}).get("verifier")
     blocks: list[Block] = [_numbers(sides, PASSES | {"tonight": f"tonight ({verifier})"}, workers)]
     if not any(side.previous_night for side in sides):
-        blocks.append(Note("This is the first night of the workspace: there is no earlier one to compare with."))
+        blocks.append(Note("There is no previous night with written texts to compare with."))
     if not any(side.plain for side in sides):
         blocks.append(
             Note("Nothing was decoded plainly in this run, so there is no speed-up over plain decoding to show.")
@@ -29,8 +29,8 @@ def speed_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
     lead = ""
     if rewritten := sum(side.figures.stats.num_rewritten for side in sides):
         lead = (
-            f"{counted(rewritten, 'text')} had run on to their limit under relaxed verification, and were written "
-            "again as plain decoding writes them."
+            f"{counted(rewritten, 'text')} reached the token limit under relaxed verification and were written again "
+            "as plain decoding writes them."
         )
     return Section("speed", "Speed", blocks, lead)
 
@@ -44,8 +44,8 @@ def _numbers(sides: list[SideReport], passes: dict[str, str], workers: str) -> T
         f"Tokens per second: tokens written, divided by the seconds of writing{workers}. "
         "Acceptance length: mean accepted draft tokens per step, the bonus token not counted. "
         "Tokens per step: acceptance length + 1, the bonus token counted. "
-        "“vs plain” is the factor of tokens per second. Cut: texts that ended at the token limit. "
-        "Prompt reused: prompt tokens whose keys and values another prompt had brought into the cache.",
+        "vs plain: tokens per second divided by those of plain decoding. Cut: texts that ended at the token limit. "
+        "Prompt reused: prompt tokens whose keys and values were in the cache already, from another prompt.",
         [number for number, (_, key) in enumerate(shown) if key == "tonight"],
     )
 
@@ -89,12 +89,12 @@ def _forecast(sides: list[SideReport]) -> Table:
             }
         )
     return Table(
-        "How much was drafted, and what was forecast of it",
+        "Draft budgets: result and forecast",
         rows,
         ("Side", "Why"),
-        "Threshold: a token whose path was estimated less likely to be accepted was not drafted. Forecasts are of "
-        "replays of the texts that the pool was calibrated with; where these were not written with relaxed drafts "
-        "from it, a relaxed verifier accepts more. Full batches: prompts, and the ends of shards, are not counted.",
+        "Threshold: a token is drafted only if its path is estimated at least this likely to be accepted. Forecasts "
+        "come from replays of the texts that the pool was calibrated with; if these were not written with relaxed "
+        "drafts from it, a relaxed verifier accepts more. Full batches: without prompts and the ends of shards.",
     )
 
 

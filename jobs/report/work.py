@@ -37,13 +37,13 @@ def work_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
                 [side.label for side in busy],
                 [Series(name, [getattr(side.figures, key) for side in busy], colour) for key, name, colour in OUTCOMES],
                 "share of the side's entities",
-                f"{' '.join(map(_outcomes, busy))} Carried over: prompt, template, model and decoding are those of the "
-                "last text.",
+                f"{' '.join(map(_outcomes, busy))} Carried over: prompt, template, model and decoding options are the "
+                "same as for the last text.",
             )
         )
     if manifest.stages:
         rows = [{"Stage": name, "Wall time": seconds(wall_s)} for name, wall_s in manifest.stages.items()]
-        caption = "In the order of the run; a resumed run's times are added up."
+        caption = "In the order of the run; the times of all attempts at the run are added up."
         blocks.append(Table("Time by stage", rows, ("Stage",), caption))
     else:
         blocks.append(Note("No stage was timed."))
@@ -62,7 +62,7 @@ def work_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
         for side in sides
         for reason, number in sorted(side.figures.quarantine_reasons.items(), key=lambda item: (-item[1], item[0]))
     ]
-    caption = "These rows have no new text tonight; each lies in the run's quarantine folder with its reason."
+    caption = "These entities got no new text tonight; the run's quarantine folder has each row with its reason."
     if reasons:
         blocks.append(Table("Quarantined rows by reason", reasons, ("Side", "Reason"), caption))
     else:
@@ -86,9 +86,9 @@ def gates_section(manifest: RunManifest) -> Section:
         }
         for gate in judged
     ]
-    caption = "A gate that blocks keeps the run from being published, and the next night from building on it."
+    caption = "If a gate blocks, the run is not published and the next night does not build on it."
     strong = [number for number, gate in enumerate(judged) if gate.verdict != "passes"]
-    table = Table("What was judged before publication", rows, ("Side", "Gate", "Verdict", "Meaning"), caption, strong)
+    table = Table("Values judged before publication", rows, ("Side", "Gate", "Verdict", "Meaning"), caption, strong)
     reasons: dict[str, list[str]] = {}
     for gate in manifest.judgement.gates:
         if gate.value is None:
@@ -105,12 +105,12 @@ def _cost(workers: WorkerFigures, stages: Mapping[str, float], sides: list[SideR
     numbers = [sum(getattr(side.figures, f"num_{name}") for side in sides) for name in ("entities", "generated")]
     kind = "GPU-hours" if workers.device == "cuda" else "Worker-hours"
     rows = [{"Of": "the night", kind: decimal(hours, 3), "Money": decimal(money)}]
-    for name, number in zip(("a million entities", "a million written"), numbers, strict=True):
+    for name, number in zip(("a million entities", "a million written texts"), numbers, strict=True):
         shown_hours, shown_money = ratio(1e6 * hours, number), None if money is None else ratio(1e6 * money, number)
         rows.append({"Of": name, kind: decimal(shown_hours, 1), "Money": decimal(shown_money)})
-    caption = "Hours of all workers while texts were written. "
-    caption += "Set cluster.price_per_hour to see money." if money is None else "Money: of the cluster, for all stages."
-    return Table("What it cost", rows, ("Of",), caption)
+    caption = "Hours: all workers, while texts were written. "
+    caption += "Set cluster.price_per_hour to see money." if money is None else "Money: the cluster, for all stages."
+    return Table("Cost", rows, ("Of",), caption)
 
 
 def _endpoint(server: EndpointFigures, corpus: ExternalCorpusFigures | None) -> Table:
@@ -118,21 +118,21 @@ def _endpoint(server: EndpointFigures, corpus: ExternalCorpusFigures | None) -> 
     row = {
         "Server": server.url,
         "Answers": count(server.num_requests),
-        "Sent again": count(server.num_retries),
+        "Retries": count(server.num_retries),
         "Prompt tokens": count(server.num_prompt_tokens),
-        "of them cached": count(server.num_cached_tokens),
+        "Cached prompt tokens": count(server.num_cached_tokens),
         "Answer tokens": count(server.num_completion_tokens),
         "Money": decimal(server.cost, 4),
     }
-    names = "; ".join(server.answered_by) or "nothing, since it answered nothing"
-    caption = f"As the server counted them; it says that it is {names}. "
+    names = "; ".join(server.answered_by) or "nothing, because it sent no answer"
+    caption = f"Counted by the server, which names itself {names}. "
     caption += "Set decoding.endpoint.price_per_million_tokens to see money. " if server.cost is None else ""
     if corpus is not None:
         caption += (
             f"It drafted from {count(corpus.num_texts)} texts of the night before ({count(corpus.num_tokens)} tokens); "
-            f"{count(corpus.num_left_out)} were left out. {corpus.problem}"
+            f"{count(corpus.num_left_out)} texts were left out. {corpus.problem}"
         )
-    return Table("What the server's answers took", [row], ("Server",), caption)
+    return Table("Answers of the server", [row], ("Server",), caption)
 
 
 def _outcomes(side: SideReport) -> str:

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 MIN_TEXTS_PER_AUDITED = 10  # at most one text in this many is decoded again
 NUM_CASES = 3  # pairs of a side that the report shows
 COLUMNS = ["entity_id", "text", "token_ids", "fields_json"]
-OFF = "Plain texts to compare with were not asked for: night.num_audited is 0."
-LOSSLESS = "Nothing to compare: tonight's texts are those of plain decoding, by their verifier or for want of drafts."
+OFF = "The comparison with plain texts is off: night.num_audited is 0."
+LOSSLESS = "Nothing to compare: the verifier accepts only plain decoding's tokens, or no drafts were used tonight."
 TOO_FEW = (
-    f"Too few texts were written tonight for a comparison with plain ones that is cheap and says something: of a side "
-    f"{MIN_PAIRS * MIN_TEXTS_PER_AUDITED} or more are needed, and night.num_audited of {MIN_PAIRS} or more."
+    "Too few texts to compare with plain texts were written tonight. Without night.compare_with_plain a side needs "
+    f"{MIN_PAIRS * MIN_TEXTS_PER_AUDITED} or more, and night.num_audited must be {MIN_PAIRS} or more."
 )
 
 

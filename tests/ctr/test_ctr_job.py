@@ -89,7 +89,7 @@ def test_the_last_run_that_can_be_judged_stands_for_a_live_night_and_no_copy_of_
     assert (figures.judged_run_id, figures.judged_age_days) == ("2025-03-01-00000001", 7)
     assert {row.variant for row in figures.rows} == {"none", "relaxed"}
     lead = ctr_section(figures).lead
-    assert lead.startswith("Nothing can judge this run yet: these are the features of run 2025-03-01-00000001, 7 days")
+    assert lead.startswith("This run cannot be judged yet; these figures are of run 2025-03-01-00000001, 7 days")
     events = read_events(night.run.events_path)
     assert any("is judged in its place" in event.get("line", "") for event in events)
     assert list(scratch.glob("laserbatch*")) == before

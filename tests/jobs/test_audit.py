@@ -165,7 +165,7 @@ def test_what_is_beyond_a_limit_keeps_a_night_from_its_readers(lived):
 @pytest.mark.parametrize(
     ("section", "option", "reason"),
     [
-        ("decoding", {"verifier": "greedy"}, "those of plain decoding"),
+        ("decoding", {"verifier": "greedy"}, "the verifier accepts only plain"),
         ("night", {"num_audited": 0}, "night.num_audited is 0"),
         ("night", {"num_audited": 15}, "Too few texts"),
     ],
@@ -185,4 +185,4 @@ def test_plain_texts_that_are_there_already_are_compared_however_few(lived, sett
     night.manifest.judgement.audit = audit.audit_texts(night, Encoder)
     assert {side: night.manifest.judgement.audit.sides[side].num_pairs for side in SIDES} == {"user": 32, "item": 3}
     (gate,) = [gate for gate in _audited(night.manifest.judgement.audit) if gate.side == "item"]
-    assert "too few texts beside plain ones" in gate_sentence(gate) and night.run.plain.root.is_dir()
+    assert "too few texts were compared with plain texts" in gate_sentence(gate) and night.run.plain.root.is_dir()

@@ -113,7 +113,7 @@ def test_a_night_goes_on_after_its_server_was_gone_and_after_its_money_had_run_o
     assert set(endpoint.answered_by) == {f"{MODEL} (owned_by a test), fingerprint fp_{number}" for number in (1, 2)}
     report = run.report_path.read_text(encoding="utf-8")
     assert "The server changed during the night" in report and server.url in report
-    assert not any(words in report for words in ("What it cost", "Marked by what drafted", "characters drafted"))
+    assert not any(words in report for words in ("<h3>Cost</h3>", "Marked by the source", "characters drafted"))
 
     assert not any(KEY in night.stdout + night.stderr for night in (without_server, stopped, done))
     assert not [path for path in folder.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]

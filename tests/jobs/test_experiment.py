@@ -180,11 +180,11 @@ def test_an_experiment_that_holds_somebody_is_removed_when_they_are_forgotten(fo
 def test_the_table_has_a_row_a_variant_and_says_what_is_between_the_first_and_the_others(tried):
     table = variant_table(tried)
     assert list(table.rows[0]) == [
-        "Variant", "LightGBM", "All", "Tokens a text", "Texts", "A million", "Lift an hour",
+        "Variant", "LightGBM", "All", "Tokens/text", "Texts", "Per million", "Lift/hour",
     ]  # fmt: skip
     assert [row["Variant"] for row in table.rows] == [variant["variant"] for variant in tried["variants"]]
     assert "worker-hour" in table.caption and "and money" in table.caption
-    assert between_line(tried).startswith(f"{table.rows[0]['Variant']}, with all models, against ")
+    assert between_line(tried).startswith(f"{table.rows[0]['Variant']} (all models) compared with ")
     mean = {"own": 0.5, "plain": 0.25, "surely_worse": 0.0}
     audit = {"num_pairs": 16, "num_identical": 4, "length_ratio": 1.0, "cosine": 0.9}
     audit |= {"repetition": mean, "fields": mean, "names": mean}

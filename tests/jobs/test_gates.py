@@ -104,8 +104,8 @@ def test_the_page_shows_gates_as_a_table():
     )
     manifest.status = "held"
     page = render_page(manifest)
-    assert "held back and not published" in page and "What was judged before publication" in page
-    assert "Not published: items: 70.0 % of the texts written are empty or cut at their limit" in page
+    assert "held back and not published" in page and "Values judged before publication" in page
+    assert "Not published: items: 70.0 % of the written texts are empty or cut at the token limit" in page
 
 
 def test_readers_see_one_whole_run_or_another_while_it_is_published(tmp_path):

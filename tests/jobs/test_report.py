@@ -71,14 +71,14 @@ def manifest() -> dict:
 
 
 def test_headline_states_the_result_of_the_night(manifest):
-    assert "412 of 700 entities rewritten at 5.0 tokens a step, 3.3× plain; AUC unharmed with" in outline(manifest).text
+    assert "412 of 700 entities rewritten at 5.0 tokens per step, 3.3× plain; AUC is not" in outline(manifest).text
 
 
 def test_the_speed_of_a_few_texts_is_compared_with_nothing(manifest):
     for side in manifest["sides"].values():
         side["stats"]["num_texts"] = 1
     text = outline(manifest).text
-    assert "entities rewritten at 5.0 tokens a step; AUC unharmed" in text and "too few texts to compare" in text
+    assert "entities rewritten at 5.0 tokens per step; AUC is not worse" in text and "too few texts to compare" in text
 
 
 def test_a_night_on_vllm_says_so(manifest):
@@ -97,7 +97,7 @@ def test_tables_say_which_definition_they_use(manifest):
     text = outline(manifest).text
     assert "Acceptance length: mean accepted draft tokens per step, the bonus token not counted" in text
     assert "Tokens per step: acceptance length + 1" in text
-    assert "means over seeds, of AUC ± their standard deviation" in text
+    assert "AUC ± its standard deviation over seeds" in text
 
 
 def test_numbers_carry_units_and_separators(manifest):
@@ -173,8 +173,8 @@ def test_a_night_without_ctr_says_so_and_why(manifest):
 def test_first_night_without_pools_or_anything_to_compare_with(manifest):
     manifest["previous_night"], manifest["plain"], manifest["pools"] = None, {}, {"version": None}
     text = outline(manifest).text
-    assert "412 of 700 entities written at 5.0 tokens a step; AUC unharmed with" in text
-    assert "This is the first night of the workspace" in text
+    assert "412 of 700 entities written at 5.0 tokens per step; AUC is not worse with" in text
+    assert "There is no previous night with written texts" in text
     assert "Nothing was decoded plainly in this run" in text
     assert "Users and Items had no pool to draft from" in text
     assert "nothing to compare with" in text
@@ -232,7 +232,7 @@ def test_a_night_in_which_nothing_had_changed(manifest):
     assert "all 700 entities were unchanged and kept their text" in text
     for sentence in (
         "No text was generated tonight, so there is no speed to show.",
-        "There is no acceptance to show: no text was generated tonight.",
+        "No acceptance to show: no text was generated tonight.",
         "No sample texts were kept in this run.",
         "No row went to quarantine.",
     ):
@@ -258,7 +258,7 @@ def test_a_night_that_was_stopped_at_its_first_texts_says_why_and_nothing_else(m
 def test_texts_that_end_at_their_limit_are_warned_of(manifest):
     assert "max_new_tokens, or" not in outline(manifest).text
     manifest["sides"]["user"]["stats"]["finish_reasons"] = {"end_of_text": 36, "length": 200}
-    assert "Users: 84.7 % of the texts end at the token limit" in outline(manifest).text
+    assert "Users: 84.7 % of the texts were cut at the token limit" in outline(manifest).text
     (counts,) = night_counts(night_of(manifest["sides"]["user"])).values()
     assert "raise decoding.max_new_tokens" in counts["warning"]
 
@@ -286,7 +286,7 @@ def test_what_was_not_measured_is_a_dash(manifest):
 def test_a_run_that_has_only_begun_makes_a_page():
     begun = {key: night_manifest()[key] for key in ("run_id", "date", "settings_hash", "laserbatch_version")}
     text = outline(begun | {"settings": {}, "machine": {}}).text
-    assert "This run is not finished: no entity to write about." in text
+    assert "This run is not finished: there was no entity to write about." in text
     assert "No side was finished in this run." in text
     assert "Inputs: not recorded." in text
 

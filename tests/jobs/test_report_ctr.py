@@ -57,22 +57,22 @@ def test_caption_says_how_it_was_judged():
 def test_a_loss_with_one_model_reaches_the_headline():
     manifest = night_manifest()
     manifest["ctr"]["equivalence"] = equivalence({"DIN": [-0.02, -0.021, -0.019], "DCNv2": [0.0, 0.0001, 0.0]})
-    assert sentence(manifest).endswith("AUC harmed with DIN")
+    assert sentence(manifest).endswith("AUC is worse with DIN")
 
 
 def test_a_wide_spread_makes_no_claim():
     manifest = night_manifest()
     manifest["ctr"]["equivalence"] = equivalence({"DIN": [-0.02, 0.0194, 0.0]})
-    assert sentence(manifest).endswith("; whether AUC is harmed is undecided")
+    assert sentence(manifest).endswith("; whether AUC is worse is undecided")
 
 
 def test_only_models_that_were_shown_unharmed_are_called_so():
     manifest = night_manifest()
-    assert sentence(manifest).endswith("; AUC unharmed with DIN and LightGBM, undecided with DCNv2")
+    assert sentence(manifest).endswith("; AUC is not worse with DIN and LightGBM, undecided with DCNv2")
     verdicts = manifest["ctr"]["equivalence"]
     for model in ("DIN", "DCNv2", "LightGBM"):
         verdicts[model]["verdict"] = "undecided"
-    assert verdicts["all"]["verdict"] == "equivalent" and "unharmed" not in sentence(manifest)
+    assert verdicts["all"]["verdict"] == "equivalent" and "not worse" not in sentence(manifest)
 
 
 def test_a_night_without_drafts_claims_nothing_of_drafting():
@@ -94,7 +94,7 @@ def test_a_gain_that_was_not_shown_is_not_claimed(changes):
     manifest["ctr"]["rows"][2] |= changes
     assert "AUC" not in sentence(manifest)
     card = key_figures(manifest_of(manifest), sides_of(manifest_of(manifest)))[-1]
-    assert card.value == "not shown" and "no more than the spread of seeds" in card.notes[0]
+    assert card.value == "not shown" and "not above the spread of seeds" in card.notes[0]
 
 
 def test_without_plain_texts_the_gain_over_no_knowledge_is_stated():

@@ -32,7 +32,7 @@ def test_only_notably_less_than_forecast_is_said(manifest, share, is_said):
     manifest["sides"]["user"] = side
     page = render_page(manifest_of(manifest))
     assert ("laserbatch pools rebuild" in page) is is_said
-    assert "How much was drafted" in page and "the fastest of the replays" in page
+    assert "Draft budgets" in page and "the fastest of the replays" in page
     if is_said:
         assert f"{1 - share:.0%} less" in counts["warning"] and f"{MAX_SHARE_MISSING:.0%}" in counts["warning"]
 
@@ -67,4 +67,4 @@ def test_no_forecast_and_no_drafts_say_nothing(manifest):
         assert not side_warnings(figures_of(side | {"budget": without}))
     assert not side_warnings(figures_of(side | {"stats": side["stats"] | {"num_steps": 0}}))
     del manifest["sides"]["user"]["budget"], manifest["sides"]["item"]["budget"]
-    assert "How much was drafted" not in render_page(manifest_of(manifest))
+    assert "Draft budgets" not in render_page(manifest_of(manifest))
