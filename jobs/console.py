@@ -61,7 +61,7 @@ def _can_be_written(path: Path) -> Path:
     place = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
     place = place.parent if place == path.absolute() and place.is_file() else place
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        reason = "may not be written" if place.is_dir() else "is a file, no folder"
+        reason = "may not be written" if place.is_dir() else "is a file, not a folder"
         raise ConfigError(f"{path} cannot be written: {place} {reason}. Give another path.")
     target = path.resolve()
     is_table = target.is_file() and target.name in TABLE_FILES and (target.parent / TABLE_FILES[0]).exists()
@@ -72,7 +72,7 @@ def _can_be_written(path: Path) -> Path:
         if (root / "workspace.json").exists() and target.relative_to(root).parts[0] in WORKSPACE_FOLDERS:
             precious.append(root)
     if precious:
-        raise ConfigError(f"{path} would replace {precious[0]}: a workspace, its part, or tables. Give another path.")
+        raise ConfigError(f"{path} would replace {precious[0]}, part of a workspace or of tables. Give another path.")
     return path
 
 

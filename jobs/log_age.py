@@ -29,10 +29,10 @@ class LogAge:
     def __str__(self) -> str:
         gap = self.usual_gap_days
         usual = "" if gap is None else (
-            f", while days with interactions are usually {gap:g} day{'s' * (gap != 1)} apart"
+            f"; days with interactions are usually {gap:g} day{'s' * (gap != 1)} apart"
         )  # fmt: skip
         return (
-            f"the newest interaction known on {self.date} is of {self.newest}, {self.age_days:,} days before{usual}. "
+            f"the newest interaction known on {self.date} is from {self.newest}, {self.age_days:,} days before{usual}. "
             "Check that interactions are still exported"
         )
 

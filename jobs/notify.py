@@ -55,7 +55,7 @@ def _parsed(url: str) -> SplitResult:
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return parts
-    raise ConfigError("the value of --notify-url is no URL; expected http://HOST/PATH or https://HOST/PATH")
+    raise ConfigError("the value of --notify-url is not a URL; expected http://HOST/PATH or https://HOST/PATH")
 
 
 def _send(parts: SplitResult, payload: dict[str, Any]) -> None:

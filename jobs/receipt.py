@@ -44,7 +44,7 @@ class Receipt:
         try:
             return _RECEIPT.validate_python(read_json(path) | {"path": path})
         except ValidationError as error:
-            raise WorkspaceError(f"{path} is no receipt of `laserbatch forget`: {first_line(error)}.") from None
+            raise WorkspaceError(f"{path} is not a receipt of `laserbatch forget`: {first_line(error)}.") from None
 
     def as_json(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "path"}
@@ -69,7 +69,7 @@ def opened_receipt(workspace: Workspace, requested: Ids) -> Receipt:
     name = hashlib.sha256(canonical_json(ids).encode()).hexdigest()[:8]
     for receipt in unfinished(workspace):
         if receipt.path.stem.endswith(name):
-            say(f"going on with {receipt.path}")
+            say(f"continuing with the receipt {receipt.path}")
             return receipt
     now = datetime.datetime.now(datetime.UTC)
     path = workspace.root / RECEIPTS / f"{now:%Y-%m-%dT%H-%M-%SZ}-{name}.json"

@@ -167,10 +167,10 @@ class Settings(Strict):
     def _go_together(self) -> "Settings":
         decoding = self.decoding
         if decoding.engine != "laserbatch" and self.night.compare_with_plain:
-            reason = f"night.compare_with_plain with decoding.engine {decoding.engine}: its texts are plain ones"
-            raise ValueError(f"{reason}, say false")
+            reason = f"with decoding.engine {decoding.engine} the texts are those of plain decoding"
+            raise ValueError(f"night.compare_with_plain must be false: {reason}")
         if decoding.engine == "endpoint" and (self.cluster.num_workers or 1) > 1:
-            raise ValueError("cluster.num_workers with decoding.engine endpoint: one worker asks the server, say null")
+            raise ValueError("decoding.engine endpoint uses one worker: set cluster.num_workers to null")
         return self
 
     @field_validator("deliver_to")
@@ -268,11 +268,11 @@ def variant_names(configs: Sequence[Path], frameworks: Sequence[str]) -> list[st
         raise typer.BadParameter("give frameworks of one configuration, or several configurations, not both")
     names = list(frameworks) or [path.stem for path in configs]
     if len(names) < 2:
-        problem = f"{names[0]!r} is one variant alone" if names else "nothing to compare is given"
+        problem = f"{names[0]!r} is only one variant" if names else "nothing to compare is given"
         raise typer.BadParameter(f"{problem}; give --framework, or --config, twice or more")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise typer.BadParameter(f"{', '.join(twice)} is given twice; files of configurations need names of their own")
+        raise typer.BadParameter(f"{', '.join(twice)} is given twice; configuration files need different names")
     return names
 
 

@@ -66,7 +66,7 @@ def newest_attempt(
     changed = tuple(changed_inputs(manifest.origin.inputs, inputs))
     begins_anew = force or (redo and changed) if attempt.is_done else force and not manifest.origin.force
     if run.run_id in workspace.publication.not_built_on() and run.run_id not in workspace.publication.rolled_back():
-        say(f"run {run.run_id} was built on a run that was since rolled back: its date is run again")
+        say(f"run {run.run_id} was built on a run that was rolled back since; the night of its date is run again")
         begins_anew = True
     if begins_anew:
         return Attempt(workspace.run(make_run_id(date, identity, edition + 1)), edition + 1, None)

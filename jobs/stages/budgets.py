@@ -78,10 +78,10 @@ def budget_of(figures: BudgetFigures) -> Budget:
 def describe_budget(chosen: ChosenBudget) -> str:
     budget, reason = chosen.budget, chosen.forecast.reason
     if budget.max_draft_tokens == 0:
-        return f"nothing is drafted ({reason})"
+        return f"drafting is off ({reason})"
     if budget.is_by_step:
-        return f"each step drafts what pays at its number of texts ({reason})"
-    return f"up to {budget.max_draft_tokens} draft tokens above {budget.min_acceptance:g} ({reason})"
+        return f"each step chooses how much to draft for its number of texts ({reason})"
+    return f"up to {budget.max_draft_tokens} draft tokens, acceptance at least {budget.min_acceptance:g} ({reason})"
 
 
 def _share_changed(night: Night, shards: list[Shard]) -> float:

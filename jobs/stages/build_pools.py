@@ -122,9 +122,9 @@ def _built_by_task(night: Night, make_current: bool, layout: "WorkerLayout") -> 
         try:
             pools, lines = result_of(task)
         except ClusterFailed as error:
-            raise ClusterFailed(f"building pools: {error}; the same command goes on with them") from None
+            raise ClusterFailed(f"building pools: {error}; give the same command again to continue") from None
         except LaserbatchError as error:
-            say(f"the pools are built by this process, since a task could not: {error}")
+            say(f"this process builds the pools, because a task could not: {error}")
             return build_pools(night, make_current)
         for line in lines:
             say(line)
@@ -248,7 +248,7 @@ def _build_pools(
             scratch.mkdir()
             run_texts = read_run_texts(night.run, side, scratch)
             if run_texts is None:
-                say(f"no {side} texts: no {side} pool")
+                say(f"no {side} pool is built, because the run has no {side} texts")
             else:
                 built[side] = _build(night, side, version, run_texts, routers[side], folder / side)
             shutil.rmtree(scratch)
@@ -261,7 +261,7 @@ def collect_pools(store: PoolStore, keep: int, in_use: Collection[str], dry_run:
     megabytes = f"{collected.num_bytes / 1e6:,.1f} MB"
     if collected.versions or collected.num_leftovers:
         parts = [f"pools {', '.join(collected.versions)}"] if collected.versions else []
-        parts += [f"{counted(collected.num_leftovers, 'leftover')} of dead builders"] if collected.num_leftovers else []
+        parts += [f"{counted(collected.num_leftovers, 'leftover')} of dead processes"] * bool(collected.num_leftovers)
         say(f"{'would remove' if dry_run else 'removed'} {' and '.join(parts)} ({megabytes})")
     return collected
 
@@ -300,5 +300,5 @@ def _previous_pool(night: Night, side: Side) -> Pool | None:
         current = night.pools.current_version()
         return None if current is None else night.pools.open(current, side, night.tokenizer_hash, verify=True)
     except PoolError as error:
-        say(f"the {side} pool is built anew: {error}")
+        say(f"the {side} pool is rebuilt from all texts: {error}")
         return None

@@ -97,10 +97,10 @@ def _compare(request: str) -> str:
         output = child.stdout.read()
     if child.returncode == 0:
         return output.splitlines()[-1]
-    why = f"exit code {child.returncode}; the log says more"
+    why = f"exit code {child.returncode}; see the log"
     if child.returncode < 0:
         why = f"killed by {Signals(-child.returncode).name}"
-        why += ", as the kernel does where memory runs short" if child.returncode == -SIGKILL else ""
+        why += ", probably by the kernel because memory ran short" if child.returncode == -SIGKILL else ""
     return _skipped(f"the comparison failed: its process ended ({why})")
 
 
@@ -131,7 +131,7 @@ def judge_first(
                 continue
             if not reasons:
                 return figures
-            say(f"{reasons[0]}: run {run.run_id} is judged in its place")
+            say(f"{reasons[0]}: run {run.run_id} is judged instead")
             age = datetime.date.fromisoformat(night_date) - date
             return replace(figures, judged_run_id=run.run_id, judged_age_days=age.days)
     except LaserbatchError as error:

@@ -70,12 +70,12 @@ def encode_run(
             except WorkspaceError as error:
                 if earlier is None:
                     raise
-                what = f"{side} texts are all encoded again, and their cluster ids do not compare with earlier ones"
+                what = f"all {side} texts are encoded again, and their cluster ids are not comparable with earlier ones"
                 say(f"{what}: {error}")
                 figures[side] = features.write(None, codes_of)
             bar.advance(num_rows - figures[side].num_encoded)
         if num_truncated := figures[side].num_truncated:
-            say(f"{num_truncated} {side} texts are longer than the encoder takes and lost their end")
+            say(f"{num_truncated} {side} texts are longer than the encoder's limit and were cut")
     shutil.rmtree(folder.root / VECTORS_FOLDER, ignore_errors=True)
     return figures
 

@@ -54,11 +54,11 @@ def corpus_id_of(night: Night) -> str:
 
 def _upload(night: Night, previous: RunFolder, sides: Collection[Side], corpora: ExternalCorpora, room: int) -> None:
     if (least := night.settings.pools.min_support) > 1:
-        return _record_problem(night, f"nothing was uploaded: a corpus cannot keep to pools.min_support {least}")
+        return _record_problem(night, f"nothing was uploaded: a corpus cannot respect pools.min_support {least}")
     lengths = _lengths(night, previous, sides)
     chosen = chosen_texts(lengths, room, night.settings.seed)
     if not len(chosen):
-        return _record_problem(night, f"nothing was uploaded: none of {len(lengths)} texts fits into {room} tokens")
+        return _record_problem(night, f"nothing was uploaded: none of the {len(lengths)} texts fits into {room} tokens")
     try:
         num_tokens = corpora.replace(corpus_id_of(night), list(_documents(night, previous, sides, chosen)))
     except CorpusError as error:

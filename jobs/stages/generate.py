@@ -113,9 +113,9 @@ class GenerationStage:
 
     def _say_skipped(self, plan: SidePlan, reasons: Mapping[str, int]) -> None:
         if plan.postponed:
-            say(f"{plan.side}s skipped tonight, without a new text: {format_counts(plan.postponed)}")
+            say(f"{plan.side}s postponed tonight, without a new text: {format_counts(plan.postponed)}")
         if reasons:
-            say(f"{plan.side}s in quarantine without a try tonight: {format_counts(reasons)}")
+            say(f"{plan.side}s in quarantine that were not tried tonight: {format_counts(reasons)}")
 
     def _require_usable(self, plan: SidePlan, finished: Finished) -> None:
         if self.is_checked:
@@ -243,14 +243,14 @@ def require_usable_texts(night: Night, plan: SidePlan, finished: Mapping[str, Sh
     reasons = count_reasons(failed)
     example = failed["entity_id"][failed["reason"].index(next(iter(reasons))).as_py()].as_py()
     advice = (
-        f"See one with `laserbatch try --{plan.side} {shlex.quote(str(example))}`, and change "
-        f"{night.settings.decoding.model_key} or knowledge.{plan.side}_template; after a change inside their files "
-        "`laserbatch nightly --force` begins anew"
+        f"Look at one with `laserbatch try --{plan.side} {shlex.quote(str(example))}`, and change "
+        f"{night.settings.decoding.model_key} or knowledge.{plan.side}_template; if you change only their files, "
+        "start a new run with `laserbatch nightly --force`"
     )
     if needs_a_model(night.settings):
         advice = NEEDS_A_MODEL[0].upper() + NEEDS_A_MODEL[1:]
     raise RunFailed(
         f"{num_failed} of the first {num_rows} {plan.side}s failed, so the others are not written: "
         f"{format_counts(reasons)}. {advice}. "
-        f"Every row, its text and its reason: {night.run.quarantine_path(plan.side)}"
+        f"The failed rows, with text and reason, are in {night.run.quarantine_path(plan.side)}"
     )

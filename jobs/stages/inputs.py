@@ -50,13 +50,13 @@ from laserbatch.retrieval_pools.routing.embeddings import id_column, read_embedd
 LoggedIds = Mapping[str, pa.ChunkedArray]
 ROWS_AT_ONCE = 64 * 1024
 NEEDS_A_MODEL = (
-    "the bundled sample model knows only the sample world: what it writes of other tables cannot be parsed. Set "
-    "decoding.model to the folder of a chat model with safetensors, for example of `hf download "
+    "the bundled sample model knows only the sample world; its texts about other tables cannot be parsed. Set "
+    "decoding.model to the folder of a chat model with safetensors, for example from `hf download "
     "Qwen/Qwen2.5-1.5B-Instruct --local-dir qwen` (docs/tables-and-models.md says which sizes fit)"
 )
 
 NEEDS_A_TOKENIZER = (
-    "decoding.model names no folder, and prompts go to the server as token ids of its model: set decoding.model to a "
+    "decoding.model names no folder, but the server gets prompts as token ids of its model: set decoding.model to a "
     "folder with that model's tokenizer, or decoding.endpoint.api to chat"
 )
 
@@ -110,7 +110,7 @@ def left_out_of_prompts(settings: Settings, personal: Mapping[Side, Mapping[str,
     return [
         Finding(
             "personal-data", table, f"the column looks like {looks_like}, so prompts leave it out",
-            "nothing that tells who somebody is", "if prompts shall show it, add to `knowledge` in the configuration: "
+            "no data that identifies a person", "to show it in prompts, add to `knowledge` in the configuration: "
             f"`personal_attributes: [{json.dumps(f'{table}.{name}', ensure_ascii=False)}]`", name, is_warning=True,
         )
         for (table, name), looks_like in sorted(shown_without.items())
@@ -195,10 +195,10 @@ def require_engine(settings: Settings) -> None:
     """Raise ConfigError if the configured engine is not installed."""
     if settings.decoding.engine == "endpoint" and find_spec("openai") is None:
         raise ConfigError(
-            "decoding.engine is endpoint, whose client is not installed: `pip install 'laserbatch[endpoint]'`"
+            "decoding.engine is endpoint, but its client is not installed: `pip install 'laserbatch[endpoint]'`"
         )
     if settings.decoding.engine == "vllm" and find_spec("vllm") is None:
-        raise ConfigError("decoding.engine is vllm, which is not installed here; docs/vllm.md says how it is")
+        raise ConfigError("decoding.engine is vllm, but vLLM is not installed here; docs/vllm.md says how to do it")
 
 
 def check_inputs(path: Path | str, settings: Settings, logged_ids: LoggedIds | None = None) -> list[Finding]:
@@ -277,7 +277,7 @@ def require_plain_words(settings: Settings) -> None:
             raise ConfigError(f"knowledge.{'.'.join(place)} has {_CONTROL % token}")
 
 
-_CONTROL = "%s, a control token of the model: its chat template writes those"
+_CONTROL = "%s, a control token of the model. Remove it: the chat template adds control tokens"
 
 
 def _control_texts(settings: Settings) -> set[str]:

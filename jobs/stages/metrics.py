@@ -34,19 +34,19 @@ NAME = "laserbatch"
 REFRESH_S = 15.0  # between two writes while a night runs
 OUTCOMES = ("generated", "carried_over", "quarantined")
 OF_SIDES = (
-    ("quarantine_share", "Share of a side's entities that could not be done.",
+    ("quarantine_share", "Share of a side's entities in quarantine.",
      lambda figures: ratio(figures.num_quarantined, figures.num_entities) or 0.0),
     ("tokens", "Tokens written.", lambda figures: figures.stats.num_tokens),
-    ("tokens_per_second", "Tokens written a second of writing.", lambda figures: figures.stats.tokens_per_s),
-    ("tokens_per_step", "Tokens a step of verification, the bonus token counted.",
+    ("tokens_per_second", "Tokens written per second of writing.", lambda figures: figures.stats.tokens_per_s),
+    ("tokens_per_step", "Tokens per verification step, the bonus token counted.",
      lambda figures: figures.stats.tokens_per_step),
 )  # fmt: skip
 OF_WRITING = (
-    ("shards_planned", "Shards of the stage that writes, or wrote last.", "num_shards"),
+    ("shards_planned", "Shards of the stage that is writing or wrote last.", "num_shards"),
     ("shards_done", "Finished shards of that stage.", "num_shards_done"),
-    ("rows_planned", "Rows of the shards of that stage.", "num_rows"),
-    ("rows_done", "Rows of its finished shards, quarantined ones included.", "num_rows_done"),
-    ("left_seconds", "Time that its other shards will take, a guess from expected tokens or rows.", "left_s"),
+    ("rows_planned", "Rows of that stage's shards.", "num_rows"),
+    ("rows_done", "Rows of that stage's finished shards, quarantined rows included.", "num_rows_done"),
+    ("left_seconds", "Estimated time for that stage's other shards, from expected tokens or rows.", "left_s"),
 )
 ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
@@ -101,7 +101,7 @@ def night_metrics(settings: Settings, name: str = NAME, within: str = ".") -> It
     finally:
         has_ended.set()
         thread.join()  # its last write must precede the final one
-        with ends_no_night("the metrics are not written"):
+        with ends_no_night("the metrics were not written"):
             write_text(exposition(night, workspace, night.start_s, time.time(), name), path)
 
 
@@ -112,16 +112,16 @@ def _refresh(path: Path, night: NightMetrics, workspace: Path, name: str, has_en
         try:
             write_text(running_exposition(night, workspace, path, name), path)
         except Exception as error:  # metrics must not end the night
-            log("the metrics are not refreshed: %s", line_of(error, names_values=False))
+            log("the metrics were not refreshed: %s", line_of(error, names_values=False))
             log = logger.debug
 
 
 def exposition(night: NightMetrics, workspace: Path, start_s: float, end_s: float, name: str = NAME) -> str:
     """The metrics of a night that has ended, in Prometheus' text format."""
     page, none = _Page(name), {}
-    page.add("last_exit_code", "Exit code of the last attempt; 0 is a night that ended well.", (none, night.exit_code))
-    page.add("last_attempt_timestamp_seconds", "When the last attempt ended.", (none, end_s))
-    page.add("last_attempt_seconds", "How long the last attempt took.", (none, end_s - start_s))
+    page.add("last_exit_code", "Exit code of the last attempt; 0 if the night succeeded.", (none, night.exit_code))
+    page.add("last_attempt_timestamp_seconds", "Time at which the last attempt ended.", (none, end_s))
+    page.add("last_attempt_seconds", "Duration of the last attempt.", (none, end_s - start_s))
     # A night that was refused because another one runs does not report whether that one runs.
     is_running = None if night.exit_code == ExitCode.BUSY else 0
     return _with_figures(page, night, workspace, is_running)
@@ -141,12 +141,12 @@ def _with_figures(page: _Page, night: NightMetrics, workspace: Path, is_running:
         times = [datetime.datetime.fromisoformat(event["time"]).timestamp() for event in events[-1:]]
         page.add("night_running", "1 while a night runs, 0 after its end.", (none, is_running))
         progress_s = max([night.start_s, *times])
-        page.add("last_progress_timestamp_seconds", "When the last night last made progress.", (none, progress_s))
+        page.add("last_progress_timestamp_seconds", "Time of the last night's last progress.", (none, progress_s))
     published, success_s = _successes(workspace)
-    page.add("last_success_timestamp_seconds", "When a night last ended well.", (none, success_s))
+    page.add("last_success_timestamp_seconds", "Time at which a night last succeeded.", (none, success_s))
     if published is not None:
         midnight = datetime.datetime.combine(published, datetime.time(), datetime.UTC).timestamp()
-        page.add("published_date_timestamp_seconds", "Midnight (UTC) of the date that readers see.", (none, midnight))
+        page.add("published_date_timestamp_seconds", "Midnight (UTC) of the published run's date.", (none, midnight))
     if manifest is None:
         return "\n".join([*page.lines, ""])
     _add_progress(page, events, manifest.path.parent, is_running)
@@ -156,7 +156,7 @@ def _with_figures(page: _Page, night: NightMetrics, workspace: Path, is_running:
         for side, figures in sides
         for outcome in OUTCOMES
     )
-    page.add("entities", "Entities of the last run, by what became of them.", *entities)
+    page.add("entities", "Entities of the last run by outcome.", *entities)
     quarantined = (
         ({"side": side, "reason": reason}, num_rows)
         for side, figures in sides
@@ -173,12 +173,12 @@ def _with_figures(page: _Page, night: NightMetrics, workspace: Path, is_running:
 def _add_progress(page: _Page, events: Sequence[dict[str, Any]], run_dir: Path, is_running: int | None) -> None:
     """Add the progress of the last attempt and the cost of its answers, as `laserbatch status` shows them."""
     if stage := current_stage(events):
-        about = "1 for the stage that runs, 0 after the night's end for the one that ran last."
+        about = "1 for the running stage; after the night's end, 0 for the stage that ran last."
         page.add("running_stage", about, ({"stage": stage["stage"]}, is_running))
     writing = writing_state(events, datetime.datetime.now(datetime.UTC)) or {}
     for name, about, figure in OF_WRITING:
         page.add(name, about, ({"stage": writing.get("of", "")}, writing.get(figure)))
-    page.add("cost", "What the server's answers cost, in the currency of prices.", ({}, cost_so_far(events, run_dir)))
+    page.add("cost", "Cost of the server's answers, in the currency of prices.", ({}, cost_so_far(events, run_dir)))
 
 
 def _successes(workspace: Path) -> tuple[datetime.date | None, float | None]:

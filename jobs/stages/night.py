@@ -118,8 +118,8 @@ def parse_night(text: str, force: bool = False) -> datetime.date:
     date, today = parse_date(text), datetime.date.today()
     if not force and date > today + datetime.timedelta(days=1):
         raise ConfigError(
-            f"the date {date} is after tomorrow (today is {today} by this machine's clock): once it is published, no "
-            "night of an earlier date is. Correct the date, or accept it with --force"
+            f"the date {date} is after tomorrow (today is {today} by this machine's clock): once it is published, runs "
+            "of earlier dates are not published any more. Correct the date, or accept it with --force"
         )
     return date
 
@@ -149,7 +149,7 @@ def open_night(
         say(NEEDS_A_MODEL)
     workspace = Workspace.open(settings.workspace)
     for receipt in unfinished_receipts(workspace.root):
-        say(f"somebody is only half forgotten: give the `laserbatch forget` of {receipt} again")
+        say(f"a `laserbatch forget` was interrupted: give the command of the receipt {receipt} again")
     attempt = newest_attempt(workspace, date, settings.identity(), inputs, force, redo)
     if attempt.manifest is None:
         night = new_night(settings, workspace, date, attempt.edition, base_run)
@@ -167,10 +167,10 @@ def open_night(
 
 def _go_on(night: Night) -> None:
     """Resume an unfinished run, without its pools if they are gone, damaged or of a run that was rolled back."""
-    say(f"going on with run {night.run.run_id}")
+    say(f"continuing run {night.run.run_id}")
     manifest, pools = night.manifest, night.manifest.generation.pools.version
     if pools in night.workspace.publication.not_built_on():
-        say(f"not drafting from the pools {pools}, whose run was rolled back")
+        say(f"not drafting from the pools {pools}, because their run was rolled back")
         manifest.generation.pools = PoolsUsed()
     elif pools is not None and not can_be_used(night.pools, pools, night.tokenizer_hash):
         manifest.generation.pools = PoolsUsed()
@@ -217,9 +217,9 @@ def warn_of_shared_words(settings: Settings) -> None:
     is_lossless = decoding.verifier == "greedy" or decoding.max_draft_tokens == 0
     if "pool" in decoding.drafters and not is_lossless and settings.pools.min_support == 1:
         say(
-            f"users' texts are drafted from other users' and verified by the rule {decoding.verifier}, so that words "
-            "of one can stay in another's: pools.min_support: 5 drafts only what five entities' texts share, "
-            "decoding.verifier: greedy only what the model writes anyway"
+            f"users' texts are drafted from other users' texts and verified by the rule {decoding.verifier}, so words "
+            "of one user can end up in another user's text. pools.min_support: 5 drafts only what five entities' texts "
+            "share; decoding.verifier: greedy accepts only what the model writes anyway"
         )
 
 
@@ -271,7 +271,7 @@ def _without_unknown(raw: dict[str, Any], run_id: str) -> dict[str, Any]:
             holder.pop(key)
         if unknown:
             names = ", ".join(".".join(map(str, loc)) for loc in unknown)
-            say(f"run {run_id} has settings that this version does not have, which are left out: {names}")
+            say(f"run {run_id} has settings that this version does not have; they are ignored: {names}")
     return raw
 
 
@@ -293,18 +293,18 @@ def current_pools(
         versions = {entry.version: entry for entry in store.list()}
         version = chosen if chosen in versions and versions[chosen].problem is None else store.current_version()
         if version in not_used:
-            say(f"not drafting from the pools {version}: their run was rolled back, or is held back by a gate")
+            say(f"not drafting from the pools {version}: their run was rolled back or is held back by a gate")
         if version is not None and (version[:10] > str(date) or version in not_used):
             version = max((name for name in versions if name not in not_used and name[:10] <= str(date)), default=None)
     except PoolError as error:
-        say(f"drafting from no pools: {error}")
+        say(f"not drafting from any pools: {error}")
         return None
     if version is None or not can_be_used(store, version, tokenizer):
         return None
     if any(pool.settings.min_support < min_support for pool in versions[version].pools.values()):
         say(
-            f"not drafting from the pools {version}, built with a lower pools.min_support than {min_support}; "
-            "those that are built from this run will have it"
+            f"not drafting from the pools {version}, which have a lower pools.min_support than {min_support}; "
+            "the pools that are built from this run will have it"
         )
         return None
     return versions[version]
@@ -320,7 +320,7 @@ def can_be_used(store: PoolStore, version: str, tokenizer: str | None = None) ->
             store.open(version, side, tokenizer)
             Router.load(store.folder(version) / "router" / side)
     except PoolError as error:
-        say(f"not drafting from the pools {version}: {error} Those that are built from this run take their place")
+        say(f"not drafting from the pools {version}: {error} The pools that are built from this run replace them")
         return False
     return True
 

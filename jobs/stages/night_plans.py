@@ -120,7 +120,7 @@ class NightPlanner:
         """Warn of lost files of texts, since their entities look like new ones and are written again at a cost."""
         for path, num_rows in self.previous_folder.shards(side).lost() if self.previous_folder is not None else ():
             logger.warning(
-                "%s is gone: its %s have no earlier text any more and count as new. To keep their texts, stop this"
+                "%s is missing: its %s have no earlier text any more and count as new. To keep their texts, stop this"
                 " night and restore the file from a copy.",
                 path,
                 counted(num_rows, side),

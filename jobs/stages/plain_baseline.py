@@ -44,7 +44,7 @@ def generate_plain_sample(
         if done is None or done.written_by.planned_sha256 != shard.sha256:
             pending.append(shard)
     if pending:
-        say(f"generate plain: {sum(shard.num_rows for shard in pending)} sampled texts, to compare with tonight's")
+        say(f"generate plain: {sum(shard.num_rows for shard in pending)} sampled texts to compare with tonight's texts")
         spec = PlainBaselineStage(PlainPlanner(night, folder, _plain_decoding(night))).worker_spec()
         hand_out(workers.worker_pool(spec), pending, {side: {} for side in rows}, "generate audited", no_draft_budgets)
 

@@ -107,7 +107,7 @@ class RunTexts:
         numbers = self.in_pool(tables, side)
         if self._is_too_long:
             num_texts = np.count_nonzero(numbers >= 0)
-            say(f"the {side} pool holds {num_texts:,} of {len(self):,} texts: a pool holds {MAX_POSITIONS:,} tokens")
+            say(f"the {side} pool holds {num_texts:,} of {len(self):,} texts: its limit is {MAX_POSITIONS:,} tokens")
         for start in range(0, len(numbers), ROWS_AT_ONCE):
             rows = numbers[start : start + ROWS_AT_ONCE]
             entities, rows = start + np.flatnonzero(rows >= 0), rows[rows >= 0]

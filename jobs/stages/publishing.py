@@ -48,10 +48,10 @@ def finalize_run(run: RunFolder, manifest: RunManifest, measured: Sequence[GateF
     emit(manifest.status.replace("success", "finished"), run_id=run.run_id)
     run.finish(is_held=bool(held_by))
     if held_by:
-        or_else = ", or change the limits that are options and give the same command again: nothing is written again"
+        or_else = ", or change the gates' options and give the same command again, which writes no text again"
         raise RunHeld(
             f"run {run.run_id} is done but not published: {'; '.join(map(gate_sentence, held_by))}. Look at "
-            f"{run.report_path}; then publish it all the same with {command_to_publish(run)}"
+            f"{run.report_path}; then publish it anyway with {command_to_publish(run)}"
             f"{or_else if any(map(has_option, held_by)) else ''}"
         )
 
@@ -83,13 +83,13 @@ def publish_run(workspace: Workspace, run: RunFolder, policy: PublishPolicy = "i
     try:
         published = workspace.publication.run()
     except WorkspaceError as error:
-        say(f"{error} Run {run.run_id} takes its place")
+        say(f"{error} Run {run.run_id} replaces it")
         published = None
     if policy == "never" or (published is not None and published.run_id == run.run_id):
         return
-    how = f"{command_to_publish(run)} changes that"
+    how = f"{command_to_publish(run)} publishes it anyway"
     if policy == "if-newer" and published is not None and published.date > run.date:
-        say(f"not published: run {published.run_id}, of a later date, stays published; {how}")
+        say(f"run {run.run_id} is not published: run {published.run_id}, of a later date, stays published; {how}")
     elif policy == "if-newer" and run.run_id in workspace.publication.rolled_back():
         say(f"not published: run {run.run_id} was rolled back; {how}")
     else:
@@ -150,9 +150,7 @@ def destination_of(workspace: Path, uri: str) -> Destination | LakeTables:
     if place.startswith("file://"):
         folder = Path(filesystem_of(place)[1] or "/").resolve()
         if folder.is_relative_to(root) or root.is_relative_to(folder / "runs"):
-            raise ConfigError(
-                f"deliver_to: {uri} is in the workspace {root}, or the workspace in it; give another place"
-            )
+            raise ConfigError(f"deliver_to: {uri} is inside the workspace {root}, or contains it; give another place")
     return destination
 
 
@@ -168,29 +166,31 @@ def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:
     try:
         run, destination = workspace.chosen_run(None), destination_of(workspace.root, uri)
         if isinstance(destination, LakeTables) and workspace.is_within:
-            say(f"run {run_id} of {workspace.root.name} is not delivered: {uri} takes features alone")
+            say(f"run {run_id} of {workspace.root.name} is not delivered: {uri} takes only features")
             return
         delivered = str(destination.published().get("run_id", ""))
         is_ours = uri.rstrip("/") in known_places(workspace.root) or workspace.run(delivered or run_id).root.is_dir()
         if not is_ours:
             raise WorkspaceError(
                 f"{uri} has run {delivered}, which is not of this workspace, and two workspaces must not deliver to "
-                "one place. Give another place, or remove what is there if its workspace is gone"
+                "one place. Give another place, or delete its contents if that workspace no longer exists"
             )
         if not force and delivered[:10] > run.date and delivered not in workspace.publication.rolled_back():
-            say(f"not delivered: {uri} has run {delivered}, of a later date; {command_to_publish(run)} changes that")
+            say(f"not delivered: {uri} has run {delivered}, of a later date; {command_to_publish(run)} delivers it")
             return
         run.require_whole()
         remember_place(workspace.root, uri)
         sent = destination.deliver(run)
     except LaserbatchError as error:
         raise WorkspaceError(
-            f"run {run_id} is published here, but not delivered to {uri}; the night's command, given again, or "
-            f"{command_to_publish(workspace.run(run_id))} delivers it later. {error}"
+            f"run {run_id} is published here, but not delivered to {uri}. To deliver it, give the night's command "
+            f"again, or {command_to_publish(workspace.run(run_id))}. {error}"
         ) from None
     record_delivery(workspace.root, uri, run_id)
     transferred = (
-        f"{counted(sent.num_files, 'file')} ({sent.num_bytes / 1e6:,.1f} MB) sent" if sent.num_files else "all there"
+        f"{counted(sent.num_files, 'file')} ({sent.num_bytes / 1e6:,.1f} MB) sent"
+        if sent.num_files
+        else "every file was there already"
     )
     say(f"run {run_id} is delivered to {uri}: {transferred}")
     emit("delivered", run_id=run_id, to=uri, num_files=sent.num_files, num_bytes=sent.num_bytes)
@@ -218,8 +218,8 @@ def forget_delivered(workspace: Workspace, uri: str | None) -> dict[str, str]:
         last = {place["to"]: place["run_id"] for place in last_deliveries(workspace.root)}.get(uri)
         if last in here:
             raise WorkspaceError(
-                f"{uri}: no table with rows is there, but {last} was delivered there. Have the tables be readable here "
-                f"and give the command again, or, if they were deleted, take the place out of {workspace.root / PLACES}"
+                f"{uri}: found no table with rows, but {last} was delivered there. Make the tables readable here "
+                f"and give the command again; if they were deleted, remove the place from {workspace.root / PLACES}"
             )
     for run_id in filter(here.__contains__, delivered):
         here[run_id].require_whole()  # a file that is missing here would be removed there

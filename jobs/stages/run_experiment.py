@@ -89,13 +89,13 @@ def settings_of_framework(settings: Settings, framework: str) -> Settings:
         matching = [name for name in first if name in matching] or matching
         if not matching:
             raise ConfigError(
-                f"no prompt template for {side}s is of the framework {framework!r}; there are {', '.join(frameworks)}. "
-                "Yours lie in knowledge.template_dir, and say which they are of as `framework`"
+                f"no prompt template for {side}s has the framework {framework!r}; found {', '.join(frameworks)}. "
+                "Put your own templates into knowledge.template_dir, and name the framework in each as `framework`"
             )
         if len(matching) > 1 and matching[0] not in first:
             raise ConfigError(
-                f"several prompt templates for {side}s are of the framework {framework!r}: {', '.join(matching)}. Name "
-                "one in a configuration of its own, and give configurations instead: --config A --config B"
+                f"several prompt templates for {side}s have the framework {framework!r}: {', '.join(matching)}. Name "
+                "one of them in each configuration, and give configurations instead: --config A --config B"
             )
         names[f"{side}_template"] = matching[0]
     updated = {"knowledge": knowledge.model_copy(update=names), "ctr": with_adaptor(settings.ctr, framework)}
@@ -120,7 +120,7 @@ def run_experiment(workspace: Workspace, name: str, experiment: Experiment) -> d
             try:
                 variants.append(_tried(folder, variant, of_variant, experiment.date))
             except RunFailed as error:
-                say(f"{variant} failed, and the others go on: {error}")
+                say(f"{variant} failed, the other variants continue: {error}")
                 failed[variant] = str(error)
         if not variants:
             raise RunFailed(f"every variant failed: {'; '.join(f'{name}: {why}' for name, why in failed.items())}")
@@ -152,14 +152,14 @@ def _sampled(folder: Path, experiment: Experiment) -> dict[str, Any]:
         before = read_record(folder)
         if canonical_json(before["spec"]) != now:
             changed = changed_settings(before["spec"], experiment.spec)
-            differences = [f"{key} was {then!r}, and is {now_is!r}" for key, (then, now_is) in changed.items()]
+            differences = [f"{key} was {then!r} and is now {now_is!r}" for key, (then, now_is) in changed.items()]
             raise ConfigError(
-                f"the experiment {folder.name} is another one: {', '.join(differences[:1])}. Give another --name, "
-                f"none, or remove {folder}"
+                f"the experiment {folder.name} has other settings: {', '.join(differences[:1])}. Give another --name "
+                f"or no --name, or remove {folder}"
             )
-        say(f"going on with the experiment {folder.name}")
+        say(f"continuing the experiment {folder.name}")
         if before["inputs"] != describe(source):
-            say(f"{source} changed since its sample was taken, which stays; give another --name to take a new one")
+            say(f"{source} changed since its sample was taken; the sample stays. Give another --name to take a new one")
         return before["sample"]
     try:
         require_sound(check_inputs(source, first), source)
@@ -175,9 +175,9 @@ def _sampled(folder: Path, experiment: Experiment) -> dict[str, Any]:
         remove_folder(folder)
         raise
     say(
-        f"a sample of {count(sample.num_users)} users and {count(sample.num_items)} items, with "
-        f"{percent(sample.share_kept)} of what these users did up to {experiment.date}, and {count(sample.num_later)} "
-        "later interactions to judge by"
+        f"the sample has {count(sample.num_users)} users, {count(sample.num_items)} items, "
+        f"{percent(sample.share_kept)} of these users' interactions up to {experiment.date}, and "
+        f"{count(sample.num_later)} later interactions to judge by"
     )
     write_json({"spec": experiment.spec, "inputs": describe(source), "sample": asdict(sample)}, path)
     return asdict(sample)
@@ -194,8 +194,8 @@ def _require_judges(tables: Path, experiment: Experiment) -> None:
             build_dataset(opened, experiment.date, CtrSettings.of(of_variant.ctr))
         except CtrError as error:
             raise CtrError(
-                f"the sample of {experiment.num_users} users could not judge what is written about it, so nothing was: "
-                f"{error}. More --users may do, too"
+                f"the sample of {experiment.num_users} users cannot judge the variants, so no text was written: "
+                f"{error}. More --users may help, too"
             ) from None
 
 

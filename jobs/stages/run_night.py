@@ -85,14 +85,14 @@ def run_night(
     with night_metrics(settings) as metrics, (workspace := Workspace.open(settings.workspace)).lock():
         repair_pointer(workspace)
         if num_ended := end_leftovers(workspace.root):
-            say(f"ended {num_ended} processes of Ray that an earlier night of this workspace had left")
+            say(f"ended {num_ended} Ray processes that an earlier night of this workspace had left behind")
         night = open_night(settings, date, force, redo, base_run)
         metrics.manifest = night.manifest
         if night.run.is_finished:
             say(f"run {night.run.run_id} is finished already; --force generates everything again")
             if night.changed_inputs:
                 names = " and ".join(night.changed_inputs)
-                say(f"{names} of that date changed since: --redo writes what this changes, in a run of its own")
+                say(f"{names} of that date changed since then: --redo writes the changed texts, in a new run")
             publish_night(night, policy)
         else:
             with recorded(night.manifest):
@@ -225,7 +225,7 @@ def publish_night(night: Night, policy: PublishPolicy = "if-newer") -> None:
     """
     run, workspace = night.run, night.workspace
     publish_run(workspace, run, policy)
-    with ends_no_night("old pools were not removed, the next night tries again"):
+    with ends_no_night("old pools were not removed; the next night tries again"):
         in_use = pools_in_use(workspace) | {run.run_id}  # the next night of a backfill drafts from this run's pools
         collect_pools(night.pools, KEEP_VERSIONS, in_use)
     if policy != "never":

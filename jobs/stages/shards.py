@@ -51,7 +51,7 @@ def hand_out(
     """
     abandoned, num_done, num_rows = [], 0, sum(shard.num_rows for shard in pending)
     folder = RunFolder(worker_pool.spec.run_dir)
-    say(f"{label}: {num_rows:,} to write, in {counted(len(pending), 'shard')}")
+    say(f"{label}: {num_rows:,} rows to write in {counted(len(pending), 'shard')}")
     emit_begin(label, folder, pending, finished, expected_tokens)
     with progress(label, num_rows) as bar:
         for outcome in run_shards(pending, worker_pool, choose, on_first_text):
@@ -123,9 +123,9 @@ def _require_every_entity(run: RunFolder, side: Side, entity_ids: pa.ChunkedArra
     num_fresh, num_stale, num_quarantined, num_waiting, num_without_text = counts.values()
     num_places = num_fresh + num_quarantined + num_waiting + num_without_text
     faults = {
-        "neither in its knowledge nor in quarantine": (num_places == 0) | (num_waiting > num_stale),
-        "there more than once": (num_places > 1) | (num_stale > 1),
-        "there with an old text but neither in quarantine nor postponed": num_stale > num_quarantined + num_waiting,
+        "missing, or postponed without the text that they keep": (num_places == 0) | (num_waiting > num_stale),
+        "recorded more than once": (num_places > 1) | (num_stale > 1),
+        "recorded with a stale text but neither in quarantine nor postponed": num_stale > num_quarantined + num_waiting,
     }
     violations = [(fault, known.values().filter(pa.array(is_so))) for fault, is_so in faults.items()]
     violations += [("not in the table", pa.chunked_array(parts)) for parts in unknown.values() if parts]
@@ -137,8 +137,8 @@ def _require_every_entity(run: RunFolder, side: Side, entity_ids: pa.ChunkedArra
     if problems:
         raise WorkspaceError(
             f"{run.root}: of {len(entity_ids)} {side}s {'; '.join(problems)}. Nothing is published. Run the same "
-            "command again: what is lost is planned and written again, the rest stays. If this comes back, delete "
-            "the folder."
+            "command again: it writes the lost rows again and keeps the others. If this error comes back, delete the "
+            "folder."
         )
 
 

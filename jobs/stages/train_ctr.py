@@ -60,10 +60,10 @@ def train_to_folder(
     provenance["asked"] = spec_hash
     with _only_training(out) as work:
         if (out / "model.json").is_file() and ModelCard.read(out).provenance.get("asked") == spec_hash:
-            say(f"{out} is this very model already")
+            say(f"{out} already holds this model")
             return json.loads((out / "metrics.json").read_text(encoding="utf-8"))
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise CtrError(f"{out} is there already, and of another training; give another folder, or remove it")
+            raise CtrError(f"{out} exists already, but not from this training; give another folder, or remove it")
         opened = open_tables(tables, night.settings.tables.keep_duplicates)
         data = build_dataset(opened, night.date, settings)
         feature_set = features_of(night, features)
@@ -74,7 +74,7 @@ def train_to_folder(
             if vectors.num_missing:
                 say(f"{vectors.num_missing} {side}s have no features; they get a learned default")
             if vectors.num_foreign:
-                say(f"{vectors.num_foreign} features are of ids that are no {side}s of the tables; they are not used")
+                say(f"{vectors.num_foreign} features have ids that are not in the {side}s table; they are not used")
         seen = data
         if history and knowledge is not None:
             with feature_versions(history, of_plain=features == "plain") as versions:
@@ -99,7 +99,7 @@ def _only_training(out: Path) -> Iterator[Path]:
     A checkpoint stays if the block ends with an error.
     """
     if Path.cwd().is_relative_to(out.resolve()):
-        raise CtrError(f"{out} is the folder that this command runs in, or above it. Give another folder.")
+        raise CtrError(f"{out} is the current folder, or contains it. Give another folder.")
     work = out.with_name(f".{out.name}.unfinished")
     work.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(work, os.O_RDONLY)
@@ -132,7 +132,7 @@ def features_of(night: Night, features: FeatureName) -> FeatureSet | None:
         return read_feature_set(night.run.features_path("user").parent)
     if not (folder := night.run.plain.features_path("user").parent).is_dir():
         raise CtrError(
-            f"{folder} is not there: run {night.run.run_id} has no features of plain texts. Give a run of a night with "
+            f"{folder} is missing: run {night.run.run_id} has no features of plain texts. Give a run of a night with "
             "`night.compare_with_plain: true`, or --features own"
         )
     return read_feature_set(folder)
@@ -169,7 +169,7 @@ def _checkpoint(path: Path, spec_hash: str):
     with suppress(OSError, SafetensorError), safe_open(path, "pt") as file:
         metadata = file.metadata()
         if metadata["asked"] == spec_hash:
-            say(f"goes on after epoch {metadata['epoch']}")
+            say(f"continuing after epoch {metadata['epoch']}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             return Progress(int(metadata["epoch"]), int(metadata["best_epoch"]), float(metadata["best_auc"]), tensors)
     return None
@@ -212,14 +212,14 @@ def predict_pairs(model: Path, night: Night, tables: str, pairs: Path, out: Path
     features, opened = _opened(card, night, tables)
     pair_table = pa.Table.from_batches(iter_log(pairs, "pairs", needs_time=False))
     if "score" in pair_table.column_names:
-        raise CtrError(f"{pairs} has a column 'score' already, which is to be added. Rename or drop it.")
+        raise CtrError(f"{pairs} already has a column 'score', which this command adds. Rename or drop it.")
     users, items = (
         numbers_of(plain_ids(pair_table[f"{side}_id"].combine_chunks()), ids, side, str(pairs))
         for side, ids in ids_of(opened).items()
     )
     log = labelled_log(opened, card.as_of, card.settings)
     if not len(log.users):
-        raise CtrError(f"no interaction of {tables} has a label ({card.settings.label}); expected some to score by")
+        raise CtrError(f"no interaction of {tables} has a label ({card.settings.label}); scoring needs some that have")
     times_us = np.full(len(pair_table), log.times_us[-1] + 1)
     if "timestamp" in pair_table.column_names:
         unit = log_unit(pairs, lambda finding: say(str(finding)))
@@ -231,8 +231,8 @@ def predict_pairs(model: Path, night: Night, tables: str, pairs: Path, out: Path
         num_early = pc.sum(pc.less(times, end_of_day(night.date))).as_py()
         if features is not None and num_early:
             logger.warning(
-                "%d of %d pairs are of times up to %s, which the texts of run %s may know: their scores do not show "
-                "how good the model is", num_early, len(times), night.date, night.run.run_id,
+                "%d of %d pairs have times up to the end of %s, which the texts of run %s may know about: their scores "
+                "do not show how good the model is", num_early, len(times), night.date, night.run.run_id,
             )  # fmt: skip
     scores = score(model, card, opened, features, log, users, items, times_us)
     write_parquet(pair_table.append_column("score", pa.array(scores.astype(np.float32))), out)
@@ -245,7 +245,7 @@ def _opened(card, night: Night, tables: str):
     for side, of_side in night.manifest.features.items():
         if encoders.get(side, of_side.encoder) != of_side.encoder:
             raise CtrError(
-                f"the features of {side}s of run {night.run.run_id} are of the encoder {of_side.encoder}, the model "
-                f"was trained with {encoders[side]}; give a run of that one"
+                f"the {side} features of run {night.run.run_id} come from the encoder {of_side.encoder}, but the model "
+                f"was trained with {encoders[side]}; give a run with that encoder"
             )
     return features_of(night, features), open_tables(tables, card.provenance.get("keep_duplicates", False))

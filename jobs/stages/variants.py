@@ -56,8 +56,8 @@ def of_frameworks(settings: Settings, frameworks: Sequence[str]) -> list[Variant
         if name not in runs_of:
             frameworks_there = ", ".join(sorted(filter(None, runs_of))) or "none"
             raise WorkspaceError(
-                f"no run of {settings.workspace} has texts of the framework {name!r} on both sides (there are: "
-                f"{frameworks_there}; runs of before manifests said so are not counted). Run a night "
+                f"no run of {settings.workspace} has texts of the framework {name!r} on both sides (found: "
+                f"{frameworks_there}; runs whose manifests name no framework are not counted). Run a night "
                 f"with its templates, or `laserbatch experiment --framework {' --framework '.join(frameworks)}`"
             )
     chosen = _of_one_date({name: runs_of[name] for name in frameworks})
@@ -115,7 +115,7 @@ def _of_one_date(runs_of: Mapping[str, Sequence[RunFolder]]) -> dict[str, RunFol
     dates = set.intersection(*({run.date for run in runs} for runs in runs_of.values()))
     wrong = f"their tables differ in what was known on {max(dates)}" if dates else "they have no date in common"
     raise WorkspaceError(
-        f"these runs cannot be judged on the same rows: {wrong} (the newest: {newest}). Run the night of one date with "
+        f"these runs cannot be judged on the same rows: {wrong} (newest: {newest}). Run the night of one date with "
         "each, on the same tables (`laserbatch nightly --date D`), or try them on a sample: `laserbatch experiment`"
     )
 

@@ -91,7 +91,7 @@ class NightWorkers:
         timeout_s = self._settings.start_timeout_s
         if not wait([future], timeout=timeout_s).done:
             raise ClusterFailed(
-                f"Ray has not started within {timeout_s:g} seconds (cluster.start_timeout_s); `laserbatch doctor` tries"
+                f"Ray did not start within {timeout_s:g} seconds (cluster.start_timeout_s); try `laserbatch doctor`"
             )
         return future.result()
 

@@ -87,7 +87,7 @@ def side_budget(decoding: DecodingSettings, pool, step_cost: StepCost | None, sh
         trust = 1.0 if is_checked else UNCHECKED_TRUST
         return _worth_its_price(step_cost, batch_size, trust, True, *configured)
     if not sources or decoding.max_draft_tokens == 0:
-        return ChosenBudget(PLAIN, BudgetForecast("drafting is off"))
+        return ChosenBudget(PLAIN, BudgetForecast("turned off in the configuration"))
     cells = _nearest(replayed_cells(pool, sources, share_changed), *configured)
     if decoding.verifier != "greedy" and decoding.min_acceptance is None:
         cells = [cell for cell in cells if cell.min_acceptance <= MAX_RELAXED_ACCEPTANCE]
@@ -96,7 +96,7 @@ def side_budget(decoding: DecodingSettings, pool, step_cost: StepCost | None, sh
         gain = chosen.forecast.speed_up
         assert gain is not None
         if gain < MIN_GAIN and decoding.min_acceptance is None:
-            reason = f"no budget of the replays is worth its cost: the best would be {gain:.2f} times plain"
+            reason = f"no budget is worth its cost: in replays the best is {gain:.2f} times as fast as plain decoding"
             pace = plain_pace(pool, share_changed)
             return ChosenBudget(PLAIN, BudgetForecast(reason, step_cost.name, batch_size, pace, 0.0, 1.0))
         return replace(chosen, budget=chosen.budget.with_overrides(*configured))
@@ -115,7 +115,7 @@ def by_step(decoding: DecodingSettings, chosen: ChosenBudget) -> ChosenBudget:
     if decoding.verifier != "greedy" or decoding.engine == "vllm" or not is_open or not decoding.drafters:
         return chosen
     budget = Budget(SIZE_KNOTS[-1], MIN_ACCEPTANCES[0], is_by_step=True)
-    return ChosenBudget(budget, replace(chosen.forecast, reason="greedy texts do not depend on it"))
+    return ChosenBudget(budget, replace(chosen.forecast, reason="greedy verification: the texts do not depend on it"))
 
 
 def configured_budget(budget: Budget, pool, sources: Sequence[str], share_changed: float) -> ChosenBudget:
@@ -176,7 +176,7 @@ def _fastest(step_cost: StepCost, batch_size: int, cells: Sequence[BudgetCell], 
     among_best = [pair for pair in zip(cells, speed_ups, strict=True) if pair[1] >= max(speed_ups) * AS_GOOD]
     cell, speed_up = min(among_best, key=lambda pair: pair[0].mean_drafted)
     pace, drafted = cell.tokens_per_step, cell.mean_drafted
-    forecast = BudgetForecast("the fastest of the replays", step_cost.name, batch_size, pace, drafted, speed_up)
+    forecast = BudgetForecast("the fastest in replays", step_cost.name, batch_size, pace, drafted, speed_up)
     return ChosenBudget(Budget(cell.max_draft_tokens, cell.min_acceptance), forecast)
 
 
@@ -213,8 +213,8 @@ def _worth_its_price(
     price = float((added_s * batch_size / (totals * plain_s)).max())
     looking = float(step_cost.draft_seconds(batch_size, np.zeros(()))) / plain_s
     affordable = [least for least in MIN_ACCEPTANCES if least >= price / trust]
-    checked = "" if trust == 1.0 else ", and estimates were never checked"
-    facts = f"a draft token costs up to {price:.2f} plainly decoded ones{checked}"
+    checked = "" if trust == 1.0 else ", and no acceptance was measured yet"
+    facts = f"a draft token costs up to {price:.2f} of a plainly decoded token{checked}"
     if affordable and (has_texts or looking <= MAX_LOOKUP_OVERHEAD):
         budget = Budget(UNCHECKED_SIZE, affordable[0])
     else:

@@ -117,7 +117,7 @@ def _opened(
     attempt = newest_attempt(workspace, date, identity, inputs, force)
     if attempt.manifest is not None:
         if not attempt.is_done:
-            say(f"going on with run {attempt.run.run_id}")
+            say(f"continuing run {attempt.run.run_id}")
         return attempt.manifest
     recorded = settings.model_dump(mode="json", include={"tables": True, "extensions": {NAME}})
     recorded["recommender"] = lists.target.card.model_dump(mode="json")

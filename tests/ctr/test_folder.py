@@ -105,7 +105,7 @@ def test_a_model_is_judged_and_asked_again_as_when_it_was_trained(
     early = datetime.datetime.combine(AS_OF, datetime.time(23))
     pq.write_table(pairs.set_column(2, "timestamp", pa.array([early] * len(pairs))), tmp_path / "pairs.parquet")
     predict_pairs(tmp_path / "model", night, night.tables, tmp_path / "pairs.parquet", out)
-    said = f"{len(pairs)} of {len(pairs)} pairs are of times up to {AS_OF}, which the texts of run"
+    said = f"{len(pairs)} of {len(pairs)} pairs have times up to the end of {AS_OF}, which the texts of run"
     assert (said in caplog.text) == (features == "own")
     card = json.loads((tmp_path / "model" / "model.json").read_text())
     assert card["provenance"]["run_id"] == "2025-03-01-0123abcd" and len(card["provenance"]["inputs"]["users"]) == 64
@@ -129,7 +129,7 @@ def test_a_training_that_is_killed_goes_on_and_ends_with_the_same_bytes(night, t
     assert (tmp_path / ".killed.unfinished" / CHECKPOINT).is_file()
     monkeypatch.setattr(train_ctr, "_keep", keep)
     train(night, tmp_path / "killed")
-    assert "goes on after epoch 2" in capsys.readouterr().err and not (tmp_path / ".killed.unfinished").exists()
+    assert "continuing after epoch 2" in capsys.readouterr().err and not (tmp_path / ".killed.unfinished").exists()
     for path in (tmp_path / "whole").rglob("*"):
         if path.is_file():
             assert path.read_bytes() == (tmp_path / "killed" / path.relative_to(tmp_path / "whole")).read_bytes(), path
@@ -174,7 +174,7 @@ def test_pairs_are_read_as_a_log_is(night, tmp_path):
     refused("there are item_id, timestamp, User", days, user_id=None, User=["u1", "u2"])
     for ids in (pa.array([1, 2**63], pa.uint64()), pa.array([1, 2**63], pa.uint64()).dictionary_encode()):
         refused(r"user_id \(.*pairs.parquet, row 1\): the id is too large: 9223372036854775808", days, user_id=ids)
-    refused("has a column 'score' already", days, score=[0.0, 0.0])
+    refused("already has a column 'score'", days, score=[0.0, 0.0])
     rows = pq.read_table(tmp_path / "tables" / "interactions.parquet")
     pq.write_table(rows.slice(0, 0), tmp_path / "tables" / "interactions.parquet")
     refused("no interaction of .*tables has a label", days)
@@ -209,7 +209,7 @@ def test_a_folder_is_trained_into_by_one_process_at_a_time(night, tmp_path, monk
     assert not work.exists()
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(CtrError, match="is the folder that this command runs in"):
+    with pytest.raises(CtrError, match="is the current folder, or contains it"):
         train(night, Path("."), "gbdt", "none")
 
 
@@ -234,7 +234,7 @@ def test_bad_input_is_named_and_leaves_nothing_half_trained(world, night, tmp_pa
         parts = night.manifest.features["user"].parts
         parts[0] = replace(parts[0], sha256=write_parquet(table, path).sha256)
 
-    with pytest.raises(LaserbatchError, match=r"plain/features is not there: .*compare_with_plain: true"):
+    with pytest.raises(LaserbatchError, match=r"plain/features is missing: .*compare_with_plain: true"):
         train(night, tmp_path / "model", features="plain")
     pq.write_table(good.take(pa.array(range(len(good))[::-1])), path)
     with pytest.raises(LaserbatchError, match=r"user/00000.parquet is damaged or was changed"):
@@ -253,7 +253,7 @@ def test_bad_input_is_named_and_leaves_nothing_half_trained(world, night, tmp_pa
     write_features(good)
     train(night, tmp_path / "model")
     night.manifest.features["user"].encoder = "other"
-    with pytest.raises(CtrError, match="of the encoder other, the model was trained with minilm"):
+    with pytest.raises(CtrError, match="come from the encoder other, but the model was trained with minilm"):
         evaluate_folder(tmp_path / "model", night, night.tables)
     night.manifest.features["user"].encoder = "minilm"
     pq.write_table(pa.table({"user_id": ["u1", "nobody"], "item_id": ["i1", "i1"]}), tmp_path / "pairs.parquet")

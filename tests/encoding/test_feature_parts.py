@@ -139,7 +139,7 @@ def test_a_file_that_is_missing_or_none_of_the_run_is_named(world, name, capsys)
     with pytest.raises(WorkspaceError, match=rf"features/user/{name} is .*expected the 5 files of user features"):
         first.require_features({"user": figures})
     assert world.night(2)[1].num_encoded == 20
-    said = "user texts are all encoded again, and their cluster ids do not compare with earlier ones: "
+    said = "all user texts are encoded again, and their cluster ids are not comparable with earlier ones: "
     assert f"{said}{first.features_folder('user') / name}" in capsys.readouterr().err
 
 
@@ -148,7 +148,7 @@ def test_lost_features_or_a_lost_codebook_are_named(world, lost, capsys):
     first, _ = world.night(1)
     (first.root / "features" / lost).rename(first.root / "elsewhere")
     assert world.night(2)[1].num_encoded == 20
-    assert f"do not compare with earlier ones: {first.root / 'features' / lost}" in capsys.readouterr().err
+    assert f"are not comparable with earlier ones: {first.root / 'features' / lost}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
@@ -160,7 +160,7 @@ def test_vectors_of_a_file_that_was_written_again_are_not_taken_over(world, is_w
     if not is_whole:
         world.texts[rows["user_id"][0].as_py()] = ("sea", "2")
     assert world.night(2)[1].num_encoded == 20
-    said = "do not compare with earlier ones: "
+    said = "are not comparable with earlier ones: "
     assert f"{said}{path} is damaged or was changed: its SHA-256 is not" in capsys.readouterr().err
 
 
@@ -175,7 +175,7 @@ def test_a_file_that_lost_rows_or_is_damaged_is_named(world, num_rows, match, ca
     with pytest.raises(WorkspaceError, match=rf"features/user/00002.parquet {match}|00002.parquet is {match}"):
         first.require_features({"user": figures})
     assert world.night(2)[1].num_encoded == 20
-    assert f"do not compare with earlier ones: {path}" in capsys.readouterr().err
+    assert f"are not comparable with earlier ones: {path}" in capsys.readouterr().err
 
 
 def test_a_night_that_is_killed_at_any_file_ends_in_the_same_files(world, monkeypatch):

@@ -182,7 +182,7 @@ def test_a_run_is_encoded_side_by_side_and_again_to_the_same_bytes(tiny_encoder,
     write_parquet(knowledge_of(["u0"], ["loud"]), tmp_path / "knowledge/user/carried.parquet")
     section = encode_run(tmp_path, settings)
     assert set(section) == {"user"}
-    assert "1 user texts are longer than the encoder takes and lost their end\n" in capsys.readouterr().err
+    assert "1 user texts are longer than the encoder's limit and were cut\n" in capsys.readouterr().err
     assert section["user"].codebook.startswith("2-0-")
     (part,) = section["user"].parts
     assert (part.file, part.num_rows) == ("features/user/00000.parquet", 3)

@@ -193,7 +193,7 @@ def budget(counted: dict) -> dict:
         "max_draft_tokens": 32,
         "min_acceptance": 0.15,
         "forecast": {
-            "reason": "the fastest of the replays",
+            "reason": "the fastest in replays",
             "step_cost": "measured 0123456789ab: sample-1a2b3c4d on EPYC, 2 cores",
             "batch_size": 16,
             "tokens_per_step": 1 + 0.97 * counted["num_accepted"] / counted["num_steps"],

@@ -86,10 +86,10 @@ def test_budgets_survive_the_manifest_and_are_told_in_a_line(world):
     assert budget_of(night.manifest.generation.budgets["user"]) == Budget(16, 0.05)
     assert (recorded["max_draft_tokens"], recorded["min_acceptance"]) == (16, 0.05)
     assert recorded["forecast"]["reason"].startswith("a draft token costs up to 0.0")
-    forecast = BudgetForecast("the fastest of the replays")
+    forecast = BudgetForecast("the fastest in replays")
     description = describe_budget(ChosenBudget(Budget(16, 0.05), forecast))
-    assert description == "up to 16 draft tokens above 0.05 (the fastest of the replays)"
-    assert describe_budget(ChosenBudget(PLAIN, forecast)) == "nothing is drafted (the fastest of the replays)"
+    assert description == "up to 16 draft tokens, acceptance at least 0.05 (the fastest in replays)"
+    assert describe_budget(ChosenBudget(PLAIN, forecast)) == "drafting is off (the fastest in replays)"
 
 
 def test_shards_spread_over_a_side_say_how_many_entities_have_a_previous_text(world, monkeypatch):

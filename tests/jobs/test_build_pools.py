@@ -153,7 +153,7 @@ def test_pools_that_cannot_be_used_are_not_drafted_from_and_cost_a_full_build_an
     assert not build_pools(night)["item"].incremental
     output = " ".join(capsys.readouterr().err.split())
     assert ("not drafting from the pools" in output) is (damage != "pointer")
-    assert "the item pool is built anew" in output
+    assert "the item pool is rebuilt from all texts" in output
     assert contents(night) == expected
 
 
@@ -200,7 +200,7 @@ def test_of_more_texts_than_a_pool_holds_some_are_left_out_and_counted(world, mo
     night = opened(world, SECOND_DATE, "{}")
     write_texts(night)  # of 20 tokens, and a separator
     assert build_pools(night)["item"].num_texts == 29
-    assert "the item pool holds 29 of 60 texts: a pool holds 630 tokens" in " ".join(capsys.readouterr().err.split())
+    assert "the item pool holds 29 of 60 texts: its limit is 630 tokens" in " ".join(capsys.readouterr().err.split())
     ids = np.array(night.tables.items["item_id"].to_pylist())
 
     def ids_in_pool(tables) -> set:
@@ -290,7 +290,7 @@ def test_a_task_builds_the_pools_that_this_process_builds(first_night, monkeypat
         assert replace(pool, build_s=expected.build_s) == expected and pools.current_version() == version
         by_task = {path.name: path.read_bytes() for path in pools.folder(version).rglob("*") if path.is_file()}
         assert by_task == alone
-        assert capsys.readouterr().err == "no user texts: no user pool\n"
+        assert capsys.readouterr().err == "no user pool is built\n"
         with monkeypatch.context() as patched:
             patched.setattr(ray, "get", Mock(side_effect=WorkerCrashedError))
             with pytest.raises(
@@ -301,9 +301,9 @@ def test_a_task_builds_the_pools_that_this_process_builds(first_night, monkeypat
         users = Path(first_night.settings.tables.path) / "users.parquet"
         pq.write_table(pq.read_table(users).slice(1), users)
         assert built()["item"].num_texts == expected.num_texts
-        assert "since a task could not: the table users has changed since the night began" in capsys.readouterr().err
+        assert "because a task could not: the table users has changed since the night began" in capsys.readouterr().err
         users.unlink()
-        assert built() and "since a task could not: users: the table is missing" in capsys.readouterr().err
+        assert built() and "because a task could not: users: the table is missing" in capsys.readouterr().err
 
 
 def test_a_night_whose_pools_fail_while_it_encodes_ends_with_their_error(first_night, monkeypatch):

@@ -68,7 +68,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_work(command, kind
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
     for code, place, message in (
         (2, tmp_path / kind, f"is a {'file' if kind == 'file' else 'directory'}."),
-        (3, tmp_path / "file" / "x" / "y", f"y cannot be written: {tmp_path / 'file'} is a file, no folder. Give"),
+        (3, tmp_path / "file" / "x" / "y", f"y cannot be written: {tmp_path / 'file'} is a file, not a folder. Give"),
         (3, tmp_path / "new" / "x", f"x cannot be written: {tmp_path} may not be written"),
     ):
         done = run_here(capfd, *command.split(), str(place))

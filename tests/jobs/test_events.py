@@ -180,7 +180,7 @@ def test_figures_that_cannot_be_told_fail_no_night(tmp_path, night, monkeypatch,
         pass
     with pytest.raises(RunFailed), night_metrics(settings):
         raise RunFailed("too many")
-    assert caplog.text.count("the metrics are not written: unexpected ZeroDivisionError") == 2
+    assert caplog.text.count("the metrics were not written: unexpected ZeroDivisionError") == 2
 
 
 def read_when(path: Path, text: str) -> str:
@@ -251,8 +251,8 @@ def test_figures_that_cannot_be_refreshed_are_a_warning_once(tmp_path, night, mo
     textfile = tmp_path / "file" / "laserbatch.prom"
     with night_metrics(Settings(workspace=night.workspace.root, metrics=MetricsSettings(textfile=textfile))):
         time.sleep(0.1)
-    assert caplog.text.count("the metrics are not refreshed: ") == 1
-    assert caplog.text.count("the metrics are not written: ") == 1
+    assert caplog.text.count("the metrics were not refreshed: ") == 1
+    assert caplog.text.count("the metrics were not written: ") == 1
 
 
 def test_figures_are_what_prometheus_reads(night):

@@ -84,7 +84,7 @@ def killed_at_second(run_night):
 
 def test_variants_are_tried_beside_what_is_published_and_a_killed_experiment_goes_on(folder, tried, capfd, monkeypatch):
     assert {row["variant"] for row in tried["variants"]} == {"kar", "mine"} and not tried["failed"]
-    assert tried["said"].count("going on with the experiment") == 1 and tried["said"].count("to write, in") == 1
+    assert tried["said"].count("continuing the experiment") == 1 and tried["said"].count("rows to write in") == 1
     assert not (folder / "workspace" / "published.json").exists() and not (folder / "workspace" / "runs").exists()
     first, second = tried["variants"]
     assert first["lift_per_hour"] >= second["lift_per_hour"] and first["hours_of"] == "worker"
@@ -101,7 +101,7 @@ def test_variants_are_tried_beside_what_is_published_and_a_killed_experiment_goe
     assert {name: again[name] for name in again if name != "said"} == {name: tried[name] for name in again
                                                                        if name != "said"}  # fmt: skip
     other = ask(capfd, folder, "experiment", *TRIED, "--users", "9", code=3)
-    assert f"the experiment {NAME} is another one: num_users was 8, and is 9" in other["error"]
+    assert f"the experiment {NAME} has other settings: num_users was 8 and is now 9" in other["error"]
 
 
 def test_an_experiment_of_another_version_is_refused(tmp_path):
@@ -131,7 +131,7 @@ def test_frameworks_are_compared_by_their_newest_runs_of_one_date_published_or_n
     runs = {row["variant"]: row["run_id"] for row in comparison["variants"]}
     assert runs == tried["runs"] and comparison["variants"][0]["lift"] == tried["variants"][0]["lift"]
     unknown = ask(capfd, folder, "ctr", "compare", "--framework", "kar", "--framework", "own", code=3)
-    assert "no run of" in unknown["error"] and "'own' on both sides (there are: kar, mine;" in unknown["error"]
+    assert "no run of" in unknown["error"] and "'own' on both sides (found: kar, mine;" in unknown["error"]
     monkeypatch.setattr(variants, "_place", lambda manifest: (manifest.run_id,))
     refused = ask(capfd, folder, "ctr", "compare", "--framework", "kar", "--framework", "mine", code=3)
     assert "their tables differ in what was known on 2025-02-10" in refused["error"]
@@ -195,9 +195,9 @@ def test_the_table_has_a_row_a_variant_and_says_what_is_between_the_first_and_th
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("experiment", "--framework", "kar"), 2, "'kar' is one variant alone; give --framework, or --config, twice"),
+        (("experiment", "--framework", "kar"), 2, "'kar' is only one variant; give --framework, or --config, twice"),
         (("experiment", "--framework", "kar", "--framework", "kar"), 2, "kar is given twice"),
-        (("experiment", "--framework", "kar", "--framework", "onec"), 3, "framework 'onec'; there are kar"),
+        (("experiment", "--framework", "kar", "--framework", "onec"), 3, "framework 'onec'; found kar"),
         ((*("experiment", "--date", "2025-03-30"), *TRIED[:4]), 3, "no interactions after 2025-03-30"),
         (("ctr", "compare", "--framework", "kar", "--framework", "mine", "--run", "x"), 2, "--run is for one run"),
     ],

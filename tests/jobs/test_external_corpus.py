@@ -121,7 +121,7 @@ def test_the_corpus_of_a_night_that_was_killed_is_replaced_by_the_next_attempt(f
     (left_over,) = server.corpora
     server.fault = lambda body, number: None
     left, _, manifest = night("--json")
-    assert left.returncode == 0 and "going on with run" in left.stderr
+    assert left.returncode == 0 and "continuing run" in left.stderr
     assert [body.get("corpus_id") for _, body, _ in server.root_requests] == [None, None, *[left_over] * 3]
     assert not server.corpora and manifest.generation.external_corpus.num_texts
 
@@ -159,7 +159,7 @@ def test_what_the_server_has_no_room_for_is_left_out_and_counted(server, night):
 
 def test_nothing_is_uploaded_where_drafts_must_be_shared_by_several_entities(server, night):
     left, _, manifest = night(min_support=5)
-    problem = "nothing was uploaded: a corpus cannot keep to pools.min_support 5"
+    problem = "nothing was uploaded: a corpus cannot respect pools.min_support 5"
     assert left.returncode == 0 and manifest.generation.external_corpus.problem == problem
     assert ADD not in paths_of(server)
 

@@ -165,7 +165,7 @@ def test_a_workspace_or_tables_are_never_replaced(workspace, tmp_path, capfd):
     for folder in (workspace.root, tmp_path, last, last / "features/user", tables):
         for name in ("export", "history"):
             printed = run_features(workspace, capfd, name, folder, "--overwrite", code=3)
-            assert re.search(rf"{folder} would replace .*: a workspace, its part, or tables", printed["error"])
+            assert re.search(rf"{folder} would replace .*, part of a workspace or of tables", printed["error"])
     printed = run_features(workspace, capfd, "asof", tables, tables / "users.parquet", code=3)
     assert "users.parquet would replace" in printed["error"]
     done = run_here(capfd, "ctr", "train", str(last / "model"), "--workspace", str(workspace.root))

@@ -216,7 +216,7 @@ def test_what_is_lost_while_a_run_goes_on_ends_it_and_the_next_attempt_heals_it(
         (night.run.knowledge_folder("user") / "carried.parquet").unlink()
 
     with pytest.raises(
-        WorkspaceError, match=r"of \d+ users \d+ are neither in its knowledge nor in quarantine \(u.*again"
+        WorkspaceError, match=r"of \d+ users \d+ are missing, or postponed without the text that they keep \(u.*again"
     ):
         write(night, at_first=lose)
     assert write(opened(world, SECOND_DATE)).shards == []
@@ -255,7 +255,7 @@ def test_an_entity_whose_text_fails_keeps_its_old_one_and_is_asked_again_when_it
     third = opened(world, "2025-03-02")
     capfd.readouterr()
     write(third)
-    assert "users in quarantine without a try tonight: unparsable (2)" in capfd.readouterr().err
+    assert "users in quarantine that were not tried tonight: unparsable (2)" in capfd.readouterr().err
     after = texts(third.run)
     assert all(after[id_] == written[id_] for id_ in failing[:2])
     assert third.run.read_quarantine("user").to_pylist() == rows

@@ -219,9 +219,9 @@ def test_a_date_before_all_that_interactions_are_about_opens(world):
     ("ages", "message"),
     [
         ([2, 3, 4, 5], None),
-        ([3, 4, 5, 9], "3 days before, while days with interactions are usually 1 day apart"),
+        ([3, 4, 5, 9], "3 days before; days with interactions are usually 1 day apart"),
         ([14, 21, 28], None),
-        ([15, 22, 29], "15 days before, while days with interactions are usually 7 days apart"),
+        ([15, 22, 29], "15 days before; days with interactions are usually 7 days apart"),
         ([1500, 1501, 1502], "1,500 days before"),
         ([700], None),  # nothing says what is usual
         ([], None),
@@ -245,4 +245,4 @@ def test_a_night_says_that_the_log_has_stopped_and_opens(world, capsys):
     with recorded(night.manifest):
         events = read_events(night.run.events_path)
     assert events[-1] | {"newest": str(newest), "age_days": 205, "is_stale": True} == events[-1]
-    assert f"WARNING: {world}/tables: the newest interaction known on {late} is of {newest}, 205 days before" in output
+    assert f"WARNING: {world}/tables: the newest interaction known on {late} is from {newest}, 205 days" in output

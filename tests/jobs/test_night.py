@@ -210,7 +210,7 @@ def test_words_that_users_may_share_are_warned_about_once_a_run(world, capsys):
     for options, is_warned in (("", True), ("pools: {min_support: 5}", False), ("decoding: {verifier: greedy}", False)):
         (world / "laserbatch.yaml").write_text(f"workspace: workspace\ntables: {{path: tables}}\n{options}\n")
         opened(world)
-        assert ("words of one can stay in another's" in " ".join(capsys.readouterr().err.split())) == is_warned
+        assert ("words of one user can end up in another" in " ".join(capsys.readouterr().err.split())) == is_warned
         opened(world)  # goes on
         assert "min_support" not in capsys.readouterr().err
 
@@ -311,7 +311,7 @@ def test_a_lost_file_of_texts_is_named_with_its_entities(world, tmp_path, caplog
     second.manifest.generation.pools = PoolsUsed()
     plan_night(second, RunFolder(tmp_path / "plan"))
     for name, num_users in files.items():
-        assert f"knowledge/user/{name}.parquet is gone: its {num_users} users have no earlier text" in caplog.text
+        assert f"knowledge/user/{name}.parquet is missing: its {num_users} users have no earlier text" in caplog.text
 
 
 def test_a_pointer_that_cannot_be_followed_is_replaced(world, capsys):

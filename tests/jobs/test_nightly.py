@@ -259,7 +259,7 @@ def test_a_killed_night_is_finished_by_the_same_command(two_nights):
     assert before, "no shard was finished before the kill"
     assert before == after
     output = (two_nights / "first.txt").read_text()
-    assert "going on with run" in output
+    assert "continuing run" in output
     # libraries that were loaded on the way say nothing of theirs
     assert "torchao" not in output and "pytree" not in output
     assert len(runs(two_nights)) == 2

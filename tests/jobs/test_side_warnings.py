@@ -32,7 +32,7 @@ def test_only_notably_less_than_forecast_is_said(manifest, share, is_said):
     manifest["sides"]["user"] = side
     page = render_page(manifest_of(manifest))
     assert ("laserbatch pools rebuild" in page) is is_said
-    assert "Draft budgets" in page and "the fastest of the replays" in page
+    assert "Draft budgets" in page and "the fastest in replays" in page
     if is_said:
         assert f"{1 - share:.0%} less" in counts["warning"] and f"{MAX_SHARE_MISSING:.0%}" in counts["warning"]
 

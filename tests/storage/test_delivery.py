@@ -165,9 +165,9 @@ def test_a_place_that_shares_files_with_the_workspace_is_refused(workspace, tmp_
     (tmp_path / "link").symlink_to(workspace.root)
     for folder in ("here", "here/runs", "link", "link/out"):
         for uri in (f"file://{tmp_path}/{folder}", f"delta:file://{tmp_path}/{folder}"):
-            with pytest.raises(WorkspaceError, match="is in the workspace"):
+            with pytest.raises(WorkspaceError, match="is inside the workspace"):
                 deliver(workspace, uri)
-            with pytest.raises(ConfigError, match="is in the workspace"):
+            with pytest.raises(ConfigError, match="is inside the workspace"):
                 require_delivery(Settings(workspace=workspace.root, deliver_to=uri))
     with pytest.raises(ConfigError, match="Unrecognized filesystem type"):
         require_delivery(Settings(workspace=workspace.root, deliver_to="ftp://host/folder"))

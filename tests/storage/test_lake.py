@@ -214,7 +214,7 @@ def test_tables_that_cannot_be_seen_any_more_are_no_tables_without_a_person(work
     workspace.publication.publish(OLD)
     deliver(workspace, place)
     LakeTables.at(place).remove([OLD])
-    with pytest.raises(WorkspaceError, match=f"no table with rows is there, but {OLD} was delivered there"):
+    with pytest.raises(WorkspaceError, match=f"found no table with rows, but {OLD} was delivered there"):
         forget_delivered(workspace, place)
 
 
@@ -245,7 +245,7 @@ def test_a_run_without_features_and_lists_of_an_extension_are_not_delivered(work
     run.finish()
     lists.publication.publish(OLD)
     deliver(lists, f"{place}/recommendations")
-    assert "takes features alone" in capfd.readouterr().err and LakeTables.at(f"{place}/recommendations").runs() == []
+    assert "takes only features" in capfd.readouterr().err and LakeTables.at(f"{place}/recommendations").runs() == []
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def test_what_prompts_leave_out_is_said_with_the_line_that_shows_it(world):
     api_key, note, zip_code = left_out_of_prompts(Settings(), read_tables(world).personal)
     assert str(zip_code) == (
         "warning: users.zip_code: the column looks like parts of postal addresses, by its name, so prompts leave it "
-        "out; expected nothing that tells who somebody is; if prompts shall show it, add to `knowledge` in the "
+        "out; expected no data that identifies a person; to show it in prompts, add to `knowledge` in the "
         'configuration: `personal_attributes: ["users.zip_code"]`'
     )
     assert "e-mail addresses, by 67% of its values" in str(note) and api_key.table == "items"
