@@ -59,7 +59,7 @@ CONFIGS = typer.Option(
     help="Configuration file; several are compared with each other.",
 )
 FRAMEWORKS = typer.Option([], "--framework", help="A framework of prompts, such as kar; may be repeated.")
-WORKSPACE = typer.Option(None, "--workspace", "-w", show_default="that of the configuration", help="Workspace folder.")
+WORKSPACE = typer.Option(None, "--workspace", "-w", show_default="the configured workspace", help="Workspace folder.")
 JSON = typer.Option(False, "--json", help="Print the result as JSON.")
 DRY_RUN = typer.Option(False, "--dry-run", help="Remove nothing; print what would be removed.")
 Consequence = Literal["stop", "warn", "ignore"]

@@ -58,8 +58,8 @@ def check_versions(settings: Settings) -> Iterator[CheckResult]:
 def check_gpu(settings: Settings) -> Iterator[CheckResult]:
     device_file = next((path for path in gpus.GPU_DRIVERS if Path(path).exists()), None)
     if device_file is None:
-        writers = "the CPU" if settings.cluster.ray_address is None else "the nodes of the Ray cluster"
-        yield CheckResult("GPU", "ok", f"no driver of one is here: texts are written by {writers}")
+        writers = "the CPU cores" if settings.cluster.ray_address is None else "the nodes of the Ray cluster"
+        yield CheckResult("GPU", "ok", f"no GPU driver is here: {writers} write the texts")
         return
     import torch
 
@@ -67,7 +67,7 @@ def check_gpu(settings: Settings) -> Iterator[CheckResult]:
     versions = f"driver {gpus.driver_version() or f'at {device_file}'}, torch {torch.__version__} built for {built}"
     number = gpus.num_gpus()
     if not number:
-        hint = "Install the torch build that the driver takes (`nvidia-smi` names it), or unset CUDA_VISIBLE_DEVICES"
+        hint = "Install a torch build for this driver (`nvidia-smi` names its CUDA), or unset CUDA_VISIBLE_DEVICES"
         yield CheckResult("GPU", "fault", f"{versions}: torch sees no GPU", hint)
         return
     yield CheckResult("GPU", "ok", versions)
@@ -98,11 +98,11 @@ def check_kernels(settings: Settings) -> Iterator[CheckResult]:
     try:
         kernel = kernel_for(decoding.attention, torch.device("cuda"))
     except (ImportError, OSError, RuntimeError) as error:
-        hint = "Install the Triton that this torch names, or remove Triton: torch's own attention is slower"
+        hint = "Install the Triton that this torch requires, or remove Triton: torch's attention works, but slower"
         yield CheckResult("attention", "fault", f"Triton cannot be imported: {first_line(error)}", hint)
         return
     if kernel is None:
-        hint = "Use Triton where it runs: its kernel takes no padding, and small steps are CUDA graphs"
+        hint = "Install Triton where it runs: its kernel needs no padding, and runs small steps as CUDA graphs"
         yield CheckResult("attention", "warning", "torch's, over padded masks (Triton is not installed)", hint)
     elif not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         text = "Triton needs a C compiler, and there is none: attention will be torch's, over padded masks"
@@ -114,7 +114,7 @@ def check_kernels(settings: Settings) -> Iterator[CheckResult]:
 def check_batch(settings: Settings) -> Iterator[CheckResult]:
     decoding = settings.decoding
     if decoding.engine != "endpoint" and gpus.num_gpus() and (problem := small_batch(decoding.batch_size)):
-        yield CheckResult("batch", "warning", problem, "Set decoding.batch_size: 128, and less where memory runs out")
+        yield CheckResult("batch", "warning", problem, "Set decoding.batch_size: 128, or less if memory runs out")
 
 
 def check_engine(settings: Settings) -> Iterator[CheckResult]:
@@ -130,10 +130,10 @@ def check_engine(settings: Settings) -> Iterator[CheckResult]:
         return
     if imported.returncode:
         reason = (imported.stderr.strip() or f"exit code {imported.returncode}").splitlines()[-1]
-        hint = "Install it with the torch that it names, in an environment of its own (docs/vllm.md)"
-        yield CheckResult("engine", "fault", f"vLLM is installed and cannot be imported: {reason}", hint)
+        hint = "Install it with the torch that it requires, in a separate environment (docs/vllm.md)"
+        yield CheckResult("engine", "fault", f"vLLM is installed, but cannot be imported: {reason}", hint)
     else:
-        text = f"vLLM {imported.stdout.split()[-1]} imports: texts are written with it, and verified greedily"
+        text = f"vLLM {imported.stdout.split()[-1]} can be imported: it writes the texts, and verifies greedily"
         yield CheckResult("engine", "ok", text)
 
 
@@ -159,10 +159,10 @@ def check_workspace(settings: Settings) -> Iterator[CheckResult]:
             os.rename(moved, probe.name)
     except OSError as error:
         hint = "Put the workspace on a local disk or NFS 4, in a folder that this user may write to"
-        what = f"{folder} cannot be written, locked or renamed in ({error.strerror})"
+        what = f"files in {folder} cannot be written, locked or renamed ({error.strerror})"
         yield CheckResult("workspace", "fault", what, hint)
     else:
-        yield CheckResult("workspace", "ok", f"{folder} can be written, locked and renamed in")
+        yield CheckResult("workspace", "ok", f"files in {folder} can be written, locked and renamed")
 
 
 def check_encoder(settings: Settings) -> Iterator[CheckResult]:
@@ -184,10 +184,10 @@ def check_pools(settings: Settings) -> Iterator[CheckResult]:
             store.open(current, side, expected)
             Router.load(store.folder(current) / "router" / side)
         except PoolError as error:
-            hint = "The next night builds new ones, drafting less; or set decoding.model back"
+            hint = "The next night drafts less and builds new pools; or set decoding.model back"
             yield CheckResult("pools", "warning", str(error), hint)
             return
-    yield CheckResult("pools", "ok", f"{current}, every byte as it was written")
+    yield CheckResult("pools", "ok", f"{current}, every file has its checksum")
 
 
 def check_tables(settings: Settings) -> Iterator[CheckResult]:

@@ -26,12 +26,12 @@ from laserbatch.pipeline.gpus import num_gpus
 
 NO_CHAT_TEMPLATE = (
     "its tokenizer has no chat template: prompts go in as plain text",
-    "Most models that are made to answer have one: take the -Instruct model, or copy its chat_template",
+    "Most instruction-tuned models have one: use the -Instruct model, or copy its chat_template",
 )
 
 BORROWED = (
-    "that of the server; the bundled tokenizer counts the tokens of prompts, some twice as many as the server (of "
-    "scripts other than Latin more). For the server's own count set decoding.model to a folder with its tokenizer"
+    "the server's; the bundled tokenizer counts the tokens of prompts, about twice as many as the server (more for "
+    "non-Latin scripts). To count as the server does, set decoding.model to a folder with its tokenizer"
 )
 
 
@@ -49,9 +49,9 @@ def check_dtype(settings: Settings) -> Iterator[CheckResult]:
     if has_gpu:
         if dtype == "float32":
             text += "; it takes twice the memory of bfloat16"
-            hint = "Set decoding.dtype: bfloat16, unless texts have to be those of a CPU"
+            hint = "Set decoding.dtype: bfloat16, unless texts must equal those of a CPU"
         elif dtype == "bfloat16" and torch.cuda.get_device_capability() < (8, 0):
-            text += "; this GPU has no fast products for it"
+            text += "; this GPU has no fast bfloat16 products"
             hint = "Use a GPU of compute capability 8.0 or above, or decoding.dtype: float32"
     elif decoding.dtype == "float32" and choose_dtype("auto", "cpu", stored, quantization).name == "bfloat16":
         text += "; bfloat16 is faster on this processor"

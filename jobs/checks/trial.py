@@ -103,7 +103,7 @@ def _endpoint(settings: Settings) -> Iterator[CheckResult]:
         of_server = decoding.model_copy(update={"endpoint": quickly})
         try:
             engine = EndpointEngine(settings.model_dir, of_server, Path(scratch))
-            yield CheckResult("endpoint", "ok", f"{server.url} answers, and has {engine.server}")
+            yield CheckResult("endpoint", "ok", f"{server.url} answers, and serves {engine.server}")
             yield _answer(engine, settings)
         except EndpointGone as error:
             hint = f"This check waits for {quickly.give_up_after_s:g} seconds, a night for {server.give_up_after_s:g}"
@@ -162,7 +162,7 @@ def _plain(settings: Settings) -> DecodingSettings:
 def _layers(engine: OwnEngine) -> CheckResult:
     model = engine.engine.loaded.model
     is_fused = any(getattr(model, name, None) is not None for name in ("fused", "cuda_layers"))
-    kinds = f"fused layers serve models of the kinds {', '.join(KNOWN_KINDS)}, unquantised"
+    kinds = f"fused layers support only unquantised models of {', '.join(KNOWN_KINDS)}"
     by = "computed by fused layers" if is_fused else f"computed by transformers' layers, which are slower: {kinds}"
     return CheckResult("architecture", "ok", f"{type(model).__name__}, {by}")
 
@@ -176,13 +176,13 @@ def _answer(engine: TextEngine, settings: Settings) -> CheckResult:
     if isinstance(answer, GenerationFailure):
         return CheckResult("answer", "warning", f"a short question could not be answered: {answer.reason}")
     if not answer.text.strip() and answer.finish_reason != UNCLOSED_THOUGHTS:
-        hint = "A night refuses empty texts: see that the model is made to answer, and gets its chat format"
+        hint = "A night rejects empty texts: check that the model is instruction-tuned and gets its chat format"
         return CheckResult("answer", "warning", "a short question was answered with an empty text", hint)
     shown = f"a short question was answered {answer.text.strip()[:60]!r}, in {len(answer.token_ids)} tokens, "
     shown += f"after {answer.num_thought_tokens} of thoughts, " if answer.num_thought_tokens else ""
     if answer.finish_reason == UNCLOSED_THOUGHTS:
-        hint = "Leave them room in decoding.max_new_tokens, or set decoding.thinking: off"
-        text = f"{len(answer.token_ids)} tokens did not end the thoughts before a short answer; they are cut from texts"
+        hint = "Raise decoding.max_new_tokens, or set decoding.thinking: off"
+        text = f"thoughts before a short answer did not end in {len(answer.token_ids)} tokens; texts lack them"
         return CheckResult("answer", "warning", text, hint)
     if answer.role_mark:
         hint = "Add the token that ends the model's turns to eos_token_id in its generation_config.json"
@@ -191,8 +191,8 @@ def _answer(engine: TextEngine, settings: Settings) -> CheckResult:
         return CheckResult("answer", "warning", f"{shown}{invented}: texts are cut there", hint)
     if answer.finish_reason == "length":
         hint = (
-            "Take a model that was tuned to answer; of one that was, see that eos_token_id in generation_config.json "
-            "names the token that ends its turns"
+            "Use an instruction-tuned model, and check that eos_token_id in its generation_config.json names the token "
+            "that ends its turns"
         )
         return CheckResult("answer", "warning", f"{shown}and no end token came: texts may run on to their limit", hint)
     ended = "by itself" if answer.end_id is None else f"with {engine.tokenizer.decode([answer.end_id])!r}"
@@ -214,13 +214,13 @@ def _tasks(engine: OwnEngine, settings: Settings, tables: Tables) -> list[Task]:
 
 
 def _speed(settings: Settings, measured: Mapping[int, Measured]) -> CheckResult:
-    speeds = [f"{rate(speed.tokens_per_s)} tokens a second at batch {size}"
+    speeds = [f"{rate(speed.tokens_per_s)} tokens/s at batch {size}"
               for size, speed in measured.items() if speed.tokens_per_s]  # fmt: skip
     if not speeds:
         text = f"{TEXTS_S:.0f} seconds were too short for the prompts"
         return CheckResult("speed", "warning", text, "Take a smaller model, or a GPU")
     of = settings.tables.path or "the sample world"
-    return CheckResult("speed", "ok", f"{' and '.join(speeds)}, plain, with prompts of {of}")
+    return CheckResult("speed", "ok", f"{' and '.join(speeds)} in plain decoding, with prompts of {of}")
 
 
 def _forms(engine: OwnEngine, settings: Settings, tasks: Sequence[Task], measured: Measured) -> Iterator[CheckResult]:
@@ -247,8 +247,8 @@ def _forms(engine: OwnEngine, settings: Settings, tasks: Sequence[Task], measure
             yield CheckResult("form", "warning", f"{name}: none of {num_tried} {side} texts {in_time}", hint)
             continue
         refused = format_counts(dict(reasons.most_common()))
-        message = f"{name}: {num_valid} of {num_ended} {side} texts have the form that is asked for"
-        message += f"; refused: {refused}" * bool(refused)
+        message = f"{name}: {num_valid} of {num_ended} {side} texts have the requested form"
+        message += f"; rejected: {refused}" * bool(refused)
         message += f"; {num_tried - num_ended} more had not {in_time}" * (num_ended < num_tried)
         is_poor = num_valid < MIN_SHARE_VALID * num_ended
         hint = "Take a larger model, or a template that asks for less, such as those of kar" if is_poor else None
@@ -258,7 +258,7 @@ def _forms(engine: OwnEngine, settings: Settings, tasks: Sequence[Task], measure
 def _hours(settings: Settings, tables: Tables, batch_size: int, measured: Measured) -> CheckResult:
     """Estimate the hours of a first night of plain decoding, from the speed and lengths of the texts just written."""
     if not measured.prompts_s or not measured.tokens_per_s:
-        return CheckResult("hours", "warning", "not known, since the speed is not")
+        return CheckResult("hours", "warning", "unknown, because the speed is unknown")
     lengths = [len(text.written[0]) for text in measured.texts.values() if isinstance(text, GenerationResult)]
     length = float(np.mean(lengths)) if lengths else settings.decoding.max_new_tokens
     num_users, num_items = tables.users.num_rows, tables.items.num_rows

@@ -20,11 +20,11 @@ from laserbatch.pipeline.storage.figures import CtrFigures
 from laserbatch.pipeline.tables.streamed import open_tables
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
-TABLES = typer.Option(None, show_default="those that the run read", help="Folder or URI of the input tables.")
+TABLES = typer.Option(None, show_default="the run's tables", help="Folder or URI of the input tables.")
 RUN = typer.Option(None, show_default="the published run", help="A run id.")
 OF_MODEL = typer.Option(None, show_default="the run that it was trained on", help="Run whose features the model reads.")
-HISTORY = typer.Option(None, show_default="as the configuration says", help="Which texts training rows see.")
-MODEL = typer.Argument(..., help="A folder of `laserbatch ctr train`.")
+HISTORY = typer.Option(None, show_default="the configured value", help="Which texts training rows see.")
+MODEL = typer.Argument(..., help="Model folder that `laserbatch ctr train` wrote.")
 JSON = typer.Option(False, "--json", help="Print everything as JSON.")
 
 
@@ -107,15 +107,15 @@ def compare(
     run: str | None = RUN,
     models: str | None = typer.Option(
         None,
-        show_default="those of the configuration",
+        show_default="the configured models",
         help="Models to train, of din, dcnv2 and gbdt, separated by commas.",
     ),
     seeds: int | None = typer.Option(
-        None, min=1, show_default="that of the configuration", help="Trainings of each model and variant."
+        None, min=1, show_default="the configured number", help="Number of trainings per model and variant."
     ),
     history: History | None = HISTORY,
     tables: str | None = TABLES,
-    as_json: bool = typer.Option(False, "--json", help="Print everything, each seed too, as JSON."),
+    as_json: bool = typer.Option(False, "--json", help="Print everything, also each seed, as JSON."),
 ) -> None:
     """Train DIN, DCNv2 and LightGBM without and with a run's knowledge; evaluate them after its date.
 
@@ -129,7 +129,7 @@ def compare(
     """
     if framework or len(config) > 1:
         if run is not None:
-            raise typer.BadParameter("--run is for one run alone; of several variants the newest of one date are taken")
+            raise typer.BadParameter("--run needs a single variant; several are compared on their newest common date")
         names = variant_names(config, framework)
         loaded = [load_settings(path, {"workspace": workspace}) for path in config or [config_here()]]
         variants = of_frameworks(loaded[0], names) if framework else of_configs(dict(zip(names, loaded, strict=True)))

@@ -105,7 +105,7 @@ def _replaceable(out: Path, read: Iterable[Path] = ()) -> Path:
     target = out.resolve()
     for path in read:
         if path.resolve().is_relative_to(target):
-            raise TableError(f"{path} is what is imported, and would be replaced with {out}; give another folder.")
+            raise TableError(f"{out} would replace {path}, which is being imported; give another folder.")
     if target.is_dir():
         require_only_tables(target)
     return target

@@ -68,9 +68,9 @@ def planned_night(settings: Settings, date: datetime.date, force: bool, redo: bo
     hours = [side["predicted_hours"] for side in sides.values() if side["num_to_write"]]
     total = sum(hours) if None not in hours else None
     if None in [side["predicted_tokens"] for side in sides.values() if side["num_to_write"]]:
-        say("tokens are not predicted: no night before this one has texts whose length would say")
+        say("tokens are not predicted: no earlier night has texts to take their length from")
     if total is None:
-        say("hours are not predicted: no night before this one says how fast texts are written here")
+        say("hours are not predicted: no earlier night has measured how fast texts are written here")
     return {
         "run_id": night.run.run_id,
         "state": "would begin" if attempt.manifest is None else "would go on",
@@ -165,7 +165,7 @@ def _most_changed(
     tonight = shown_in_plan(scratch.root, side, before)
     pairs = [(before[key][part], tonight[key][part]) for key in before if key in tonight]
     if not pairs:
-        say(f"{side}s: how their {part} changed is not known: the runs that wrote their texts are gone, or their plans")
+        say(f"{side}s: how their {part} changed is unknown: the runs that wrote their texts, or their plans, are gone")
         return {}
     template = night.template(side)
     if part == "history" and template.history is not None:
@@ -191,9 +191,9 @@ def _say_why(night: Night, sides: dict[str, dict[str, Any]]) -> None:
         for name, what in changes.items():
             say(f"WARNING: {side}s: {name} {what}")
         if any(what.startswith("is gone") for what in changes.values()):
-            say(f"if a column of {side}s is gone by mistake, give it back to the tables before the night is written")
+            say(f"if a column of {side}s is missing by mistake, restore it before you run the night")
         if any(not what.startswith(("is gone", "are gone", "stand in")) for what in changes.values()):
             say(
-                f"a column that needs no new text is left out of prompts under `exclude` of the template "
-                f"({prompt.template}; docs/own-prompts.md)"
+                f"if changes of a column need no new texts, leave it out of prompts: list it under `exclude` of the "
+                f"template ({prompt.template}; docs/own-prompts.md)"
             )

@@ -32,18 +32,18 @@ def experiment(
     workspace: Path | None = WORKSPACE,
     users: int = typer.Option(200, min=1, help="Number of users in the sample: users with the lowest hashes of ids."),
     items: int | None = typer.Option(
-        None, min=1, show_default="four a user", help="Maximum number of items; those that users met most come first."
+        None, min=1, show_default="4 per user", help="Maximum number of items; items that users met most come first."
     ),
     date: str | None = typer.Option(
         None,
-        show_default="the last day up to whose end 80 % of the interactions happened",
+        show_default="the last day by whose end at most 80 % of the interactions happened",
         help="Date of the night to try.",
     ),
     name: str | None = typer.Option(
-        None, show_default="made from what is tried", help="Name of the experiment's folder."
+        None, show_default="made from the date and the settings", help="Name of the experiment's folder."
     ),
     ray_address: str | None = typer.Option(
-        None, show_default="a local one for each variant", help="Address of a Ray cluster to use."
+        None, show_default="a local cluster for each variant", help="Address of a Ray cluster to use."
     ),
     as_json: bool = JSON,
 ) -> None:
@@ -67,8 +67,8 @@ def experiment(
     for variant, of_variant in settings.items():
         if of_variant.tables.path != first.tables.path:
             raise ConfigError(
-                f"{variant} reads the tables {of_variant.tables.path}, {names[0]} those of {first.tables.path}; "
-                "variants are tried on one sample, so set tables.path alike"
+                f"{variant} reads the tables {of_variant.tables.path}, but {names[0]} reads {first.tables.path}; "
+                "variants are tried on one sample, so give them the same tables.path"
             )
     opened = Workspace.open(first.workspace)
     folder = opened.experiment(name) if name else None
@@ -92,7 +92,7 @@ def _show(comparison: dict[str, Any]) -> None:
     print_variants(comparison)
     audit = audit_table(comparison["variants"])
     if audit is None:
-        say("no text was compared with a plain one: variants wrote too few, or are plain themselves")
+        say("no text was compared with a plain one: variants wrote too few, decode plainly, or compare none")
     else:
         print_table(audit)
     for variant in comparison["variants"]:
@@ -100,4 +100,4 @@ def _show(comparison: dict[str, Any]) -> None:
             say(f"{variant['variant']}: {sentence}")
     for name, why in comparison["failed"].items():
         say(f"{name} failed: {why}")
-    say(f"all of it is in {comparison['folder']}, each variant a workspace with its report and texts")
+    say(f"all files are in {comparison['folder']}; each variant has a workspace with report and texts")

@@ -38,7 +38,7 @@ def asof(
     workspace: Path | None = WORKSPACE,
     unit: TimeUnit | None = typer.Option(
         None,
-        show_default="the one that fits all values, or s",
+        show_default="the unit that fits all values, or s",
         help="Unit of `timestamp` since 1970, if it holds integers.",
     ),
     as_json: bool = JSON,
@@ -58,12 +58,12 @@ def asof(
         advice = f"Set --unit ({', '.join(UNITS_PER_SECOND)})"
         added = [field for side, of_side in versions.items() for field in of_side.fields(f"{side}_")]
         for name in {field.name for field in added} & set(first.schema.names):
-            raise TableError(f"{interactions} has a column {name!r} already, which is to be added. Rename or drop it.")
+            raise TableError(f"{interactions} already has a column {name!r}, which is to be added. Rename or drop it.")
         for side, of_side in versions.items():
             if (found := plain_ids(first[f"{side}_id"]).type) != of_side.ids.type:
                 raise TableError(
-                    f"{interactions}, column {side}_id: found ids of type {found}, expected {of_side.ids.type}, as the "
-                    f"features have. Write them as the table of {side}s has them."
+                    f"{interactions}, column {side}_id: found ids of type {found}, expected {of_side.ids.type}, the "
+                    f"type in the features. Write them as the {side}s table has them."
                 )
         schema = pa.schema([*first.schema, *added])
         with progress("join features") as bar:
@@ -123,7 +123,7 @@ def history(
 @app.command()
 def export(
     out: Path = typer.Argument(
-        ..., help="Folder to write; formats that need a name of the data set use the folder's name.", **TO_FOLDER
+        ..., help="Folder to write; its name names the data set in formats that need a name.", **TO_FOLDER
     ),
     layout: FormatName = typer.Option("merlin", "--format", help="Tool whose layout is written."),
     run: str | None = typer.Option(None, show_default="the published run", help="A run id."),

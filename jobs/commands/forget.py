@@ -70,7 +70,7 @@ def forget(
         raise typer.BadParameter("give --user ID, --item ID or --ids FILE with at least one id; none is empty")
     if not_text := [key for key in (*user, *item) if key != key.encode(errors="replace").decode()]:
         raise typer.BadParameter(
-            f"{not_text[0]!r} is not UTF-8, as ids are; check the terminal's encoding, or give --ids"
+            f"{not_text[0]!r} is not UTF-8, but ids are; check the terminal's encoding, or give --ids"
         )
     opened = Workspace.open(settings.workspace, create=False)
     with opened.lock(), ExitStack() as others:
@@ -103,7 +103,7 @@ def forget(
         if keys:
             say(f"{counted(len(keys), side)} not found in {opened.root}: {', '.join(keys)}")
     if in_tables is None:
-        say("the input tables were not read: the next night writes again about ids that they still hold")
+        say("the input tables were not read: if they still hold these ids, the next night writes about them again")
     _warn(requested, still_in_tables, receipt.not_reached, nowhere)
     if any(nowhere.values()):
         raise typer.Exit(ExitCode.RUN_FAILED)
@@ -115,8 +115,8 @@ def _print_removed(receipt: Receipt, dry_run: bool) -> None:
         {
             "would be removed" if dry_run else "removed": {
                 **{f"rows of {run_id}": sum(files.values()) for run_id, files in receipt.rows.items()},
-                **dict.fromkeys(receipt.removed_runs, "unfinished; its night is begun anew by its command"),
-                **dict.fromkeys(experiments, "whole; its command, given again, takes a sample anew"),
+                **dict.fromkeys(receipt.removed_runs, "unfinished; the night's command starts it anew"),
+                **dict.fromkeys(experiments, "all of it; its command, given again, takes a new sample"),
             },
             "pools": receipt.pools,
             "delivered": receipt.delivered,
@@ -203,7 +203,7 @@ def _remove(workspace: Workspace, settings: Settings, requested: Ids, receipt: R
             draw_report(run, run.load_manifest())
         except WorkspaceError as error:  # the manifest of another version cannot be drawn
             run.report_path.unlink(missing_ok=True)
-            say(f"the report of {name} is removed, since it cannot be drawn anew: {error}")
+            say(f"the report of {name} is removed, because it cannot be drawn again: {error}")
         receipt.save()
     for name, what in receipt.pools.items():
         if what in ("rebuild", "drop"):
@@ -214,7 +214,7 @@ def _remove(workspace: Workspace, settings: Settings, requested: Ids, receipt: R
             receipt.save()
     receipt.num_leftovers += remove_leftovers(workspace.root)
     if left := rows_of(workspace.root, requested)[0]:
-        raise WorkspaceError(f"{workspace.root} still holds rows of who is to be forgotten: {left}; remove those files")
+        raise WorkspaceError(f"{workspace.root} still holds rows of the ids to forget: {left}; remove these files")
     for other in (workspace, *workspace.within()):
         receipt.delivered |= forget_delivered(other, delivery_uri(other, settings.deliver_to))
     receipt.is_done = True
@@ -246,7 +246,7 @@ def _rebuilt(settings: Settings, name: str, requested: Ids) -> bool:
         night.tables = type(night.tables)(**tables)
         build_pools(night, anew=True)  # routers too: they hold ids
     except (LaserbatchError, OSError) as error:
-        say(f"the pools {name} cannot be built again and are dropped, so that the next night drafts from none: {error}")
+        say(f"the pools {name} cannot be rebuilt and are dropped, so the next night drafts without pools: {error}")
         return False
     return True
 
@@ -303,19 +303,19 @@ def _warn(
     for table, keys in still_in_tables.items():
         say(
             f"WARNING: {counted(len(keys), 'id')} still in the input table {table}: {', '.join(keys[:5])}"
-            f"{', ...' if len(keys) > 5 else ''}. The next night writes about them again: take their rows out of "
-            "users, items and interactions, then give this command again"
+            f"{', ...' if len(keys) > 5 else ''}. The next night writes about them again: remove their rows "
+            "from users, items and interactions, then give this command again"
         )
     if requested["item"]:
         say(
-            "the titles of these items stay in plans, samples and texts of users whose histories hold them, until "
-            "those are written again"
+            "the titles of these items stay in plans, samples and texts of users who have them in their history, until "
+            "these users' texts are written again"
         )
     say("temporary folders of killed processes are removed on this machine only")
     say("copies elsewhere (exports, backups, snapshots, object versions in a bucket, trained models) are not removed")
     for place in not_reached:
         say(
-            f"WARNING: runs were delivered to {place} too: deliver_to does not name it, and nothing is removed there. "
+            f"WARNING: runs were also delivered to {place}; deliver_to does not name it, so nothing is removed there. "
             "Delete it, or give this command again with deliver_to set to it"
         )
     for side, keys in nowhere.items():
@@ -323,6 +323,6 @@ def _warn(
             say(
                 f"WARNING: {counted(len(keys), f'{side} id')} found nowhere, neither here nor in the input tables: "
                 f"{', '.join(map(repr, keys[:5]))}{', ...' if len(keys) > 5 else ''}. Nothing was removed for "
-                "them, and the receipt says so. Check how the tables write the ids; an id that has blanks or quotes "
-                f"at its ends is given with --{side}"
+                "them, and the receipt says so. Check how the tables write the ids; give an id that has blanks or "
+                f"quotes at its ends with --{side}"
             )

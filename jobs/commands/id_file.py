@@ -16,7 +16,7 @@ from laserbatch.pipeline.tables.csv_files import kind_of_bytes
 HEADER = "user_id"
 _DELIMITERS = "\t,;"
 _ENCODINGS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
-_EXPECTED = "expected an id a line, or a CSV whose header names a column user_id, in UTF-8"
+_EXPECTED = "expected one id per line, or a CSV whose header names a column user_id, in UTF-8"
 
 
 def read_ids(path: Path, note: Callable[[str], object] = lambda text: None) -> set[str]:
@@ -31,9 +31,9 @@ def read_ids(path: Path, note: Callable[[str], object] = lambda text: None) -> s
     first = rows[0][1] if rows else ""
     delimiter = next((mark for mark in _DELIMITERS if HEADER in map(_unquoted, first.split(mark))), None)
     if delimiter is None:
-        ids_by_line, read_as = [(number, _plain_id(path, number, line)) for number, line in rows], "a line each"
+        ids_by_line, read_as = [(number, _plain_id(path, number, line)) for number, line in rows], "one per line"
     else:
-        ids_by_line, read_as = _of_csv(path, rows, delimiter), f"the column {HEADER}"
+        ids_by_line, read_as = _of_csv(path, rows, delimiter), f"from the column {HEADER}"
     for number, key in ids_by_line:
         if not key:
             raise ConfigError(f"{path}, line {number}: the id is empty; {_EXPECTED}")
@@ -41,14 +41,14 @@ def read_ids(path: Path, note: Callable[[str], object] = lambda text: None) -> s
             raise ConfigError(f"{path}, line {number}: {key!r} holds a control character; {_EXPECTED}")
     ids = {key for _, key in ids_by_line}
     if ids:
-        note(f"{path}: read as ids: {read_as}; {len(ids):,} in all, the first {ids_by_line[0][1]!r}")
+        note(f"{path}: read {len(ids):,} ids, {read_as}; the first is {ids_by_line[0][1]!r}")
     return ids
 
 
 def _text(path: Path) -> str:
     held = path.read_bytes()
     if (kind := kind_of_bytes(held)) is not None:
-        raise ConfigError(f"{path} is no text, but {kind}; {_EXPECTED}")
+        raise ConfigError(f"{path} is not text, but {kind}; {_EXPECTED}")
     encoding = next((name for mark, name in _ENCODINGS.items() if held.startswith(mark)), "utf-8")
     try:
         text = held.decode(encoding)
@@ -60,7 +60,7 @@ def _text(path: Path) -> str:
         ) from None
     if "\0" in text:
         raise ConfigError(
-            f"{path}: the file holds zero bytes, so it is no text, or UTF-16 without its mark; {_EXPECTED}"
+            f"{path}: the file holds zero bytes, so it is not text, or UTF-16 without its mark; {_EXPECTED}"
         )
     return text
 
@@ -88,10 +88,10 @@ def _plain_id(path: Path, number: int, line: str) -> str:
     if any(delimiter in line for delimiter in _DELIMITERS):
         raise ConfigError(
             f"{path}, line {number}: {line!r} holds several fields, and no header says which is the id; {_EXPECTED}. "
-            "An id that holds a comma, a semicolon or a tab is to stand in double quotes"
+            "Put an id that holds a comma, a semicolon or a tab in double quotes"
         )
     if line[0] in "\"'" or line[-1] in "\"'":
-        raise ConfigError(f"{path}, line {number}: {line!r} has a quote at one end alone; {_EXPECTED}")
+        raise ConfigError(f"{path}, line {number}: {line!r} has a quote at only one end; {_EXPECTED}")
     return line
 
 

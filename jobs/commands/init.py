@@ -47,8 +47,8 @@ WRITTEN = ("tables.path", "knowledge.user_template", "knowledge.item_template", 
 ALWAYS = ("tables.path", "knowledge.user_template", "knowledge.item_template", "knowledge.words.user",
           "knowledge.words.item", "knowledge.words.items", "decoding.model", "ctr.label")  # fmt: skip
 COMMENTS = {
-    "decoding.model": "folder of a model; sample: the bundled one, which knows the sample tables alone",
-    "ctr.label": "which interactions are positives",
+    "decoding.model": "folder of a model; sample: the bundled model, which knows only the sample tables",
+    "ctr.label": "interactions that count as positive",
 }
 STRONG_EVENTS = ("bought", "ordered", "applied for", "put into the cart", "liked", "saved", "clicked", "played")
 
@@ -66,7 +66,7 @@ def init(
     Example: `laserbatch init exports/ --out laserbatch.yaml`
     """
     if out.exists() and not overwrite:
-        raise ConfigError(f"{out} is there already; pass --overwrite to replace it")
+        raise ConfigError(f"{out} exists already; pass --overwrite to replace it")
     source = Path(tables)
     if not is_uri(tables) and not source.is_dir():
         raise TableError(f"{tables} is not a folder; expected one with your tables")
@@ -75,12 +75,12 @@ def init(
         return
     if is_uri(tables):
         raise TableError(
-            f"the tables of {tables} are not all there in the input schema, or have other columns; copy your files to "
-            "this machine and give their folder, of which a mapping is guessed"
+            f"tables of {tables} are missing or not in the input schema; copy your files to this machine and give "
+            "their folder: a mapping is guessed from it"
         )
     mapping_path = out.with_name("mapping.yaml")
     if mapping_path.exists() and not overwrite:
-        raise ConfigError(f"{mapping_path} is there already; pass --overwrite to replace it")
+        raise ConfigError(f"{mapping_path} exists already; pass --overwrite to replace it")
     notes: list[str] = []
 
     def note(message: str) -> None:  # printed at once: it may say why nothing can be guessed
@@ -108,7 +108,7 @@ def init(
     write_text(_configuration(out.resolve().with_name("tables"), origin, guessed), out)
     for message in guess.notes:
         note(message)
-    say(f"the mapping is a guess, which says at each line what it rests on; read {mapping_path} before you import")
+    say(f"the mapping is a guess; each line says what it is based on. Read {mapping_path} before you import")
     outcome = {"configuration": str(out), "mapping": str(mapping_path), "model": NEEDS_A_MODEL}
     outcome |= {"notes": notes} if as_json and notes else {}
     _finish(outcome, command, out, as_json)
@@ -211,7 +211,7 @@ def _rated_label(ratings: pa.ChunkedArray) -> Guessed:
     start = start if least < start <= most else most
     share = pc.sum(pc.greater_equal(ratings, start)).as_py() / len(ratings)
     if share < MIN_SHARE_POSITIVE:  # counts, such as numbers of plays, not a scale
-        return "all", f"{seen}, few of them high, as counts are"
+        return "all", f"{seen}, and few are high, as with counts"
     return f"rating >= {start:g}", f"three quarters of the scale: {seen}"
 
 

@@ -36,11 +36,11 @@ def import_(
     from laserbatch.pipeline.decoding.model.load import load_model
 
     if file.resolve().is_relative_to(out.resolve()):
-        raise ConfigError(f"{file} is what is imported, and would be replaced with {out}; give another folder")
-    say(f"{file} is read")
+        raise ConfigError(f"{out} would replace {file}, which is being imported; give another folder")
+    say(f"reading {file}")
     with atomic_folder(out, overwrite=overwrite) as folder:
         facts = import_gguf(file, folder)
-        say("the model is tried with the engine")
+        say("trying the model with the engine")
         loaded = load_model(folder, device="cpu")
     summary(
         {

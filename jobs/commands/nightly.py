@@ -49,10 +49,10 @@ def nightly(
     dry_run: bool = typer.Option(
         False,
         "--dry-run",
-        help="Print what would be written and why, columns that changed for most, predicted tokens, hours and money.",
+        help="Only print what would be written and why, columns that changed for most, tokens, hours and money.",
     ),
     ray_address: str | None = typer.Option(
-        None, show_default="a local one is started", help="Address of a Ray cluster to use."
+        None, show_default="a local cluster is started", help="Address of a Ray cluster to use."
     ),
     notify_url: str | None = NOTIFY_URL,
     as_json: bool = JSON,
@@ -105,7 +105,7 @@ def backfill(
     redo: bool = typer.Option(False, help="Run finished nights again, in new runs, if their tables changed since."),
     force: bool = typer.Option(False, help="Accept dates after tomorrow; nothing else changes."),
     ray_address: str | None = typer.Option(
-        None, show_default="a local one for each night", help="Address of a Ray cluster to use."
+        None, show_default="a local cluster for each night", help="Address of a Ray cluster to use."
     ),
     notify_url: str | None = NOTIFY_URL,
     as_json: bool = JSON,
@@ -129,7 +129,7 @@ def backfill(
     rows = result["nights"]
     shown = [{name: count(value) if isinstance(value, int) else value for name, value in row.items()} for row in rows]
     print_table(Table("Nights", shown, ("date", "run_id")))
-    say(f"published is {result['published'] or 'nothing yet'}")
+    say(f"published run: {result['published'] or 'none yet'}")
 
 
 def _run_range(
@@ -145,20 +145,20 @@ def _run_range(
         try:
             night = run_night(settings, date, redo=redo, policy="never", base_run=base_run)
         except BaseException as error:
-            say(f"the backfill stopped at {date}, {number} of {num_nights} nights done; the same command goes on there")
+            say(f"the backfill stopped at {date}, {number} of {num_nights} nights done; the same command continues it")
             if isinstance(error, LaserbatchError):
                 error.args = (f"the night of {date}: {error}",)
             raise
         rows.append(_counts(night))
         run = night.run
         if run.run_id in night.workspace.publication.not_built_on():
-            how = f"`laserbatch nightly --date {date} --force` does its date again"
+            how = f"`laserbatch nightly --date {date} --force` runs it again"
             say(f"run {run.run_id} was rolled back, so the next night is built on an earlier one; {how}")
         else:
             base_run = run
     opened = Workspace.open(settings.workspace)
     if publish and run is not None and run is not base_run:
-        say(f"not published: run {run.run_id} was rolled back; {command_to_publish(run)} changes that")
+        say(f"not published: run {run.run_id} was rolled back; {command_to_publish(run)} publishes it")
     elif publish and run is not None:
         with opened.lock():
             force_publish(opened, run.run_id)
@@ -188,25 +188,25 @@ def demo(
 
     Example: `laserbatch demo --folder demo`
     """
-    say(f"a sample world of {num_users} users and {num_items} items goes to {folder / 'tables'}")
+    say(f"writing a sample world of {num_users} users and {num_items} items to {folder / 'tables'}")
     tables = folder / "tables"
     with atomic_folder(tables, overwrite=True) as made:
         write_sample_world(made, num_users, num_items, seed=DEMO_SEED, num_asked=NUM_ASKED)
         if tables.is_dir() and any(tables.iterdir()):
             require_only_tables(tables)
             if describe(tables) != describe(made):
-                raise TableError(f"{tables} holds other tables than this demo's; give another --folder")
+                raise TableError(f"{tables} does not hold this demo's tables; give another --folder")
     config = folder / "laserbatch.yaml"
     text = _demo_configuration(model_dir)
     if config.exists() and config.read_text(encoding="utf-8") != text:
-        raise ConfigError(f"{config} is another configuration than this demo's; remove it, or give another --folder")
+        raise ConfigError(f"{config} is not this demo's configuration; remove it, or give another --folder")
     write_text(text, config)
     settings = load_settings(config)
     # Only the second night, which has every text, compares.
     alone = settings.night.model_copy(update={"train_ctr": False, "compare_with_plain": False})
     say("night 1: no pools yet, so drafts come from each text's own prompt and output")
     first = run_night(settings.model_copy(update={"night": alone}), LAST_DATE - datetime.timedelta(days=1))
-    say("night 2: one day later; the unchanged is carried over, the rest drafted from night 1")
+    say("night 2, one day later: unchanged texts are carried over, the others are drafted from night 1")
     second = run_night(settings, LAST_DATE)
     if as_json:
         nights = {"first_night": night_counts(first), "second_night": night_counts(second)}
@@ -215,7 +215,7 @@ def demo(
     print_table(nights_table([first, second]))
     print_ctr(second.manifest.judgement.ctr)
     stdout.print(f"report: {second.run.report_path}", soft_wrap=True, markup=False)
-    stdout.print(f"go on with --config {config}, for example: laserbatch try --config {config}", soft_wrap=True)
+    stdout.print(f"next, use --config {config}, for example: laserbatch try --config {config}", soft_wrap=True)
 
 
 def _demo_configuration(model_dir: Path | None) -> str:

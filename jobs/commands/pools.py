@@ -158,7 +158,7 @@ def _store(config: Path | None, workspace: Path | None) -> PoolStore:
     return PoolStore(open_workspace(config, workspace).pools_folder)
 
 
-def _versions_table(versions: list[PoolVersion], caption: str = "* is what the next run drafts from") -> Table:
+def _versions_table(versions: list[PoolVersion], caption: str = "* marks the pools of the next run") -> Table:
     rows = []
     for version in versions:
         row = {"": "*" if version.is_current else "", "version": version.version}
@@ -172,7 +172,7 @@ def _calibration(manifest: PoolManifest) -> str:
     if (calibration := manifest.calibration) is None:
         return "not calibrated"
     error = calibration.reliability.expected_calibration_error
-    return f"calibrated on {counted(calibration.num_texts, 'text')}; error {error:.3f} on texts not fitted to"
+    return f"calibrated on {counted(calibration.num_texts, 'text')}; error {error:.3f} on other texts"
 
 
 def _row(side: str, manifest: PoolManifest | None) -> dict[str, str]:

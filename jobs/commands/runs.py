@@ -37,7 +37,7 @@ def list_runs(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, 
     elif not described:
         say(f"no runs in {opened.root} yet; `laserbatch nightly` makes one")
     else:
-        caption = "* is what readers see; of users and items: written / carried over / failed"
+        caption = "* marks the published run; users and items: written / carried over / failed"
         rows = [_row(row) for row in described]
         columns = [name for name in rows[0] if any(row[name] for row in rows)]  # runs of item lists have no items side
         rows = [{name: row[name] for name in columns} for row in rows]
@@ -98,7 +98,7 @@ def diff(
     new = opened.chosen_run(after)
     before = before or new.load_manifest().origin.previous_run_id
     if before is None:
-        raise WorkspaceError(f"run {new.run_id} was built on none; name the run to compare it with")
+        raise WorkspaceError(f"run {new.run_id} was not built on another run; name the run to compare it with")
     old = opened.existing_run(before)
     for run in (old, new):
         run.require_whole(compare_bytes=True)

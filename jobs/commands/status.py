@@ -34,9 +34,9 @@ GOING = ("unknown", "running")  # states in which a night may make progress
 State = dict[str, Any]  # state of a workspace, described in `workspace_state`
 _HOLDER = re.compile(r"pid (\d+) on (.+)")
 _STATES = {
-    "died": "the last attempt died; the same command goes on with what is finished",
-    "unknown": "not known: a process of another host took the lock, and this host does not see whether it lives. See "
-    "when the last event was",
+    "died": "the last attempt died; the same command continues after what is finished",
+    "unknown": "unknown: a process on another host took the lock, and this host cannot see whether it is alive. See "
+    "the time of the last event",
 }
 
 
@@ -114,7 +114,7 @@ def _lock(workspace: Workspace) -> dict[str, Any] | None:
         return None
     match, probed = _HOLDER.fullmatch(content), probe_lock(path)
     if probed == "held":
-        holder = content if match is not None else "a process that has not said its name"
+        holder = content if match is not None else "a process that did not record its name"
         return {"holder": holder, "since": _iso(since), "is_certain": True}
     if match is None:
         return None
@@ -248,18 +248,18 @@ def _speed(writing: dict[str, Any]) -> str:
     if writing["tokens_per_s"] is None:
         return ""
     accepted = writing["acceptance_length"]
-    steps = "" if accepted is None else f", {decimal(accepted)} accepted tokens a step"
+    steps = "" if accepted is None else f", {decimal(accepted)} accepted tokens per step"
     return f"{rate(writing['tokens_per_s'])} tokens/s{steps}"
 
 
 def _time_left(writing: dict[str, Any]) -> str:
     """The estimated time left, and what it was estimated from."""
     if writing["left_s"] is None:
-        return "not known before a shard is finished"
+        return "unknown until a shard is finished"
     left_s = writing["left_s"]
     left = "under a minute" if left_s < 60 else f"about {count(left_s / 60)} min" if left_s < 3600 else seconds(left_s)
-    source = "expected tokens" if writing["left_by"] == "tokens" else "rows, since no earlier text tells their length"
-    return f"{left}, guessed from {source}"
+    source = "expected tokens" if writing["left_by"] == "tokens" else "rows, because no earlier text shows their length"
+    return f"{left}, estimated from {source}"
 
 
 def follow(look: Callable[[], State], as_json: bool) -> int:

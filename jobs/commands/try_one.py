@@ -75,7 +75,7 @@ class TriedEntity:
 def try_one(
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
-    user: str | None = typer.Option(None, "--user", show_default="the first of the table", help="Id of a user."),
+    user: str | None = typer.Option(None, "--user", show_default="the first user of the table", help="Id of a user."),
     item: str | None = typer.Option(None, "--item", help="Id of an item."),
     date: str | None = typer.Option(
         None, show_default="all interactions", help="Use what was known at the end of this day."
@@ -102,7 +102,7 @@ def try_one(
         say(NEEDS_A_MODEL)
     changes: dict[str, Any] = {}
     if settings.decoding.engine == "vllm":  # vLLM needs a process in which nothing was planned
-        say("tried with our engine: vLLM writes the same, but for near-ties")
+        say("laserbatch's engine writes this text; vLLM writes the same, except at near-ties")
         changes = {"engine": "laserbatch", "vllm": {}}
     if (server := settings.decoding.endpoint) is not None:  # batch mode may take a day for one text
         changes = {"endpoint": server.model_copy(update={"mode": "requests"})}
@@ -203,7 +203,7 @@ def write_entity(night: Night, side: Side) -> TriedEntity:
 
 def print_tried(tried: TriedEntity, model_key: str) -> None:
     cut = f", {counted(tried.num_history_dropped, 'older event')} cut" if tried.num_history_dropped else ""
-    about = f"{tried.template}: {counted(tried.num_prompt_tokens, 'token')}, {tried.num_history} of history{cut}"
+    about = f"{tried.template}: {counted(tried.num_prompt_tokens, 'token')}, {tried.num_history} history events{cut}"
     pool = "No pool yet: drafts come from the prompt, the output and the entity's own earlier text."
     if tried.pool_version is not None:
         pool = f"Pool {tried.pool_version}, group {tried.group or 'none'} ({ROUTE_LABELS[tried.scheme]})"
@@ -242,8 +242,8 @@ def _verdict(tried: TriedEntity, model_key: str) -> Text:
     if tried.fields is None:
         where = ", and it was cut at the token limit" if is_cut else ""
         return Text(
-            f"A night would put {tried.side} {visible(str(tried.entity_id))} in quarantine: nothing could be parsed "
-            f"of this text{where} ({visible(str(tried.problem))}). Try another {model_key} or "
+            f"A night would put {tried.side} {visible(str(tried.entity_id))} in quarantine: its text was not "
+            f"accepted{where} ({visible(str(tried.problem))}). Try another {model_key} or "
             f"knowledge.{tried.side}_template.",
             "bold red",
         )

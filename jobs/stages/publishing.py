@@ -87,7 +87,7 @@ def publish_run(workspace: Workspace, run: RunFolder, policy: PublishPolicy = "i
         published = None
     if policy == "never" or (published is not None and published.run_id == run.run_id):
         return
-    how = f"{command_to_publish(run)} publishes it anyway"
+    how = f"{command_to_publish(run)} publishes it"
     if policy == "if-newer" and published is not None and published.date > run.date:
         say(f"run {run.run_id} is not published: run {published.run_id}, of a later date, stays published; {how}")
     elif policy == "if-newer" and run.run_id in workspace.publication.rolled_back():

@@ -256,7 +256,7 @@ def test_a_workspace_below_a_file_is_refused(world, nightly):
 def test_demo_replaces_no_tables_but_its_own(tmp_path, run):
     before = {path: path.read_bytes() for path in (make_world(tmp_path) / "tables").iterdir()}
     done = run("demo", "--folder", str(tmp_path))
-    assert done.returncode == 3 and "holds other tables than this demo's" in done.stderr
+    assert done.returncode == 3 and "does not hold this demo's tables" in done.stderr
     assert {path: path.read_bytes() for path in (tmp_path / "tables").iterdir()} == before
 
 
@@ -276,7 +276,7 @@ def test_demo_leaves_its_configuration_and_replaces_no_other(tmp_path, run, monk
     assert all(written.decoding == settings.decoding for settings in settings_of_nights)
     (tmp_path / "laserbatch.yaml").write_text("seed: 1\n")
     done = run(*arguments)
-    assert done.returncode == 3 and "is another configuration than this demo's" in done.stderr
+    assert done.returncode == 3 and "is not this demo's configuration" in done.stderr
     assert (tmp_path / "laserbatch.yaml").read_text() == "seed: 1\n"
 
 
@@ -326,7 +326,7 @@ def test_try_of_vllm_is_by_our_engine_and_says_so(world, run, monkeypatch):
     write_here(monkeypatch)
     config = write_config(world, "vllm.yaml", decoding={"engine": "vllm"})
     done = run("try", "--config", str(config), "--item", "i0000000", "--json")
-    assert done.returncode == 0 and "tried with our engine" in done.stderr, done.stderr
+    assert done.returncode == 0 and "laserbatch's engine writes this text" in done.stderr, done.stderr
     assert json.loads(done.stdout)["text"]
 
 

@@ -143,7 +143,7 @@ def test_a_model_is_measured_before_it_is_configured(world, tmp_path, capfd, mon
     assert findings.keys() >= {"dtype", "memory", "architecture", "answer", "speed", "form", "hours"}
     assert "GPU" not in findings, "the model alone is looked at"
     assert findings["architecture"][0]["found"] == "LlamaForCausalLM, computed by fused layers"
-    assert re.search(r"\d tokens a second at batch 1 and .* at batch 4, plain", findings["speed"][0]["found"])
+    assert re.search(r"\d tokens/s at batch 1 and .* at batch 4 in plain decoding", findings["speed"][0]["found"])
     assert re.search(r"writes \d+ users and \d+ items, \d+ tokens each: about", findings["hours"][0]["found"])
     (of_items,) = (result for result in findings["form"] if "item texts" in result["found"])
     assert of_items["level"] == "ok" and re.search(r"kar_item@\d+: 2 of 2", of_items["found"])
@@ -157,9 +157,7 @@ def test_texts_without_the_form_that_is_asked_for_are_counted_by_their_reasons(t
     findings = about_model(capfd, "laserbatch.yaml", folder)
     assert [result["level"] for result in findings["form"]] == ["warning", "ok"]  # any text describes an item
     assert "hours" not in findings, "there are no tables"
-    assert findings["form"][0]["found"].endswith(
-        "0 of 8 user texts have the form that is asked for; refused: unparsable (8)"
-    )
+    assert findings["form"][0]["found"].endswith("0 of 8 user texts have the requested form; rejected: unparsable (8)")
     assert "with prompts of the sample world" in findings["speed"][0]["found"]
     monkeypatch.setattr(trial, "TEXTS_S", 0.0)
     findings = about_model(capfd, "laserbatch.yaml", folder)

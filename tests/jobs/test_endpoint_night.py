@@ -137,7 +137,7 @@ def test_doctor_asks_the_server_and_try_shows_a_text_of_it(folder, server, capfd
     results = examine(load_settings(Path(config)), checks)
     assert {result.level for result in results} == {"ok"}
     assert results[-1].found.startswith("a short question was answered 'This")
-    assert f"{server.url} answers, and has {MODEL} (owned_by a test)" in [result.found for result in results]
+    assert f"{server.url} answers, and serves {MODEL} (owned_by a test)" in [result.found for result in results]
     server.change = lambda answer: (
         answer | {"choices": [{"text": "", "message": {"content": ""}, "finish_reason": "stop"}]}
     )

@@ -128,7 +128,7 @@ def test_a_night_that_died_on_another_host_is_not_running(night, monkeypatch):
     assert unknown["state"] == "unknown" and unknown["lock"]["is_certain"] is False
     assert unknown["lock"]["holder"] == "pid 1 on another-machine" and unknown["run"]["last_event"]
     assert unknown["run"]["stage"] == "generate"
-    assert status.summary_rows(unknown)["state"].startswith("not known: a process of another host")
+    assert status.summary_rows(unknown)["state"].startswith("unknown: a process on another host")
     monkeypatch.setattr(status, "probe_lock", lambda path: "unknown")  # a file system without flock
     assert workspace_state(night.workspace, NOW)["state"] == "unknown"
 

@@ -199,7 +199,7 @@ def test_the_table_has_a_row_a_variant_and_says_what_is_between_the_first_and_th
         (("experiment", "--framework", "kar", "--framework", "kar"), 2, "kar is given twice"),
         (("experiment", "--framework", "kar", "--framework", "onec"), 3, "framework 'onec'; found kar"),
         ((*("experiment", "--date", "2025-03-30"), *TRIED[:4]), 3, "no interactions after 2025-03-30"),
-        (("ctr", "compare", "--framework", "kar", "--framework", "mine", "--run", "x"), 2, "--run is for one run"),
+        (("ctr", "compare", "--framework", "kar", "--framework", "mine", "--run", "x"), 2, "--run needs a single"),
     ],
 )
 def test_what_cannot_be_tried_is_refused_before_anything_is_written(folder, capfd, arguments, code, message):
@@ -211,7 +211,7 @@ def test_what_cannot_be_tried_is_refused_before_anything_is_written(folder, capf
 def test_configurations_that_would_be_judged_on_other_rows_or_tables_are_refused(folder, tried, capfd):
     for name, changed, message in (
         ("seeds", {"ctr": {"num_seeds": 3}}, "ctr.num_seeds differs, so that nothing would be judged alike"),
-        ("tables", {"tables": {"path": "others"}}, "variants are tried on one sample, so set tables.path alike"),
+        ("tables", {"tables": {"path": "others"}}, "variants are tried on one sample, so give them"),
     ):
         other = write_config(folder, f"{name}.yaml", **changed)
         refused = ask(capfd, folder, "experiment", "--config", str(other), *TRIED[4:8], "--date", "2025-02-10", code=3)

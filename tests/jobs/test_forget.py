@@ -316,7 +316,7 @@ def test_every_place_that_a_command_delivered_to_is_named(folder, capfd, monkeyp
     for options in (("--dry-run",), ()):
         done = forget(folder, capfd, "--user", WHO, *options)
         assert done["not_reached"] == [there.as_uri()]
-        assert f"WARNING: runs were delivered to {there.as_uri()} too" in done["said"]
+        assert f"WARNING: runs were also delivered to {there.as_uri()};" in done["said"]
     config.write_text(yaml.safe_dump(settings | {"deliver_to": there.as_uri()}))
     done = forget(folder, capfd, "--user", WHO)
     assert done["not_reached"] == [now.as_uri()]  # where the last command sent the published run

@@ -37,7 +37,7 @@ def test_ids_are_read_without_what_surrounds_them(held, ids, tmp_path):
         (b"u1\nu2,2025-01-01\n", "line 2: 'u2,2025-01-01' holds several fields"),
         (b'"u1","2025-01-01"\n', "line 1: '\"u1\",\"2025-01-01\"' holds several fields"),
         (b"id;why\nu1;moved\n", "line 1: 'id;why' holds several fields"),
-        (b'u1\n"u2\n', "line 2: '\"u2' has a quote at one end alone"),
+        (b'u1\n"u2\n', "line 2: '\"u2' has a quote at only one end"),
         (b"user_id,why\nu1,a,b\n", "line 2: 3 fields, but the header has 2"),
         (b"user_id,why\n,a\n", "line 2: the id is empty"),
         (b"user_id,why\n\"u1\",\"a\n", "line 2: not a row of a CSV"),
@@ -63,4 +63,4 @@ def test_what_was_taken_for_an_id_is_said(tmp_path):
     path, notes = tmp_path / "ids.csv", []
     path.write_text("why,user_id\n,u1\n,u2\n")
     read_ids(path, notes.append)
-    assert notes == [f"{path}: read as ids: the column user_id; 2 in all, the first 'u1'"]
+    assert notes == [f"{path}: read 2 ids, from the column user_id; the first is 'u1'"]

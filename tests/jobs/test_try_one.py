@@ -99,7 +99,7 @@ def test_of_a_servers_text_nothing_is_said_of_drafts():
 
 def test_text_that_cannot_be_parsed_says_why():
     shown = " ".join(drawn(replace(TRIED, fields=None, problem="unparsable: no aspect")).split())
-    assert "parsed of this text (unparsable: no aspect). Try another decoding.endpoint.model or knowledge." in shown
+    assert "text was not accepted (unparsable: no aspect). Try another decoding.endpoint.model or knowledge." in shown
 
 
 def test_no_steps_and_no_text_are_drawn_too():

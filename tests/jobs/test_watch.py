@@ -148,11 +148,11 @@ def test_watch_prints_a_line_a_minute_and_one_at_the_end_and_ends_with_the_night
     for figure in (
         "10 of 40 rows, 1 of 4 shards",
         "200 tokens/s",
-        "1.50 accepted tokens a step",
+        "1.50 accepted tokens per step",
         "quarantined: too-long (1)",
     ):
         assert figure in first
-    assert "left: under a minute, guessed from expected tokens" in first
+    assert "left: under a minute, estimated from expected tokens" in first
 
 
 def test_watch_of_a_night_that_died_or_of_none_ends(night, capfd):
@@ -189,7 +189,7 @@ def test_watch_says_when_it_is_not_known_whether_the_night_lives(night, capfd):
     (night.workspace.root / "LOCK").write_text("")
     assert follow(look_at(unknown, night.state()), as_json=False) == 1
     first = capfd.readouterr().out.splitlines()[0]
-    assert "state: not known: a process of another host" in first
+    assert "state: unknown: a process on another host" in first
     assert first.endswith(f"; stage: generate; last event: {unknown['run']['last_event']}")
 
 
