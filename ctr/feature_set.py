@@ -48,8 +48,8 @@ def read_feature_set(folder: Path) -> FeatureSet:
         other = [path for path, part in zip(paths, parts, strict=True) if not part.schema.equals(parts[0].schema)]
         if other:
             raise CtrError(
-                f"{other[0]} has other columns than {paths[0].name} beside it; expected features of one run. Make "
-                "features again: `laserbatch nightly --date D --force`"
+                f"{other[0]} has other columns than {paths[0].name} in the same folder; expected features of one run. "
+                "Make features again: `laserbatch nightly --date D --force`"
             )
         tables[side] = pa.concat_tables(parts)
     return tables
@@ -89,8 +89,8 @@ def align(features: pa.Table, side: str, entity_ids: pa.Array) -> SideVectors:
     ids = features[f"{side}_id"].combine_chunks()
     if ids.type != entity_ids.type:
         raise CtrError(
-            f"{side} features have ids of type {ids.type}, the table of {side}s {entity_ids.type}; write the ids of "
-            "the table as they were when the run read them, or run its night again"
+            f"{side} features have ids of type {ids.type}, but the {side}s table has ids of type {entity_ids.type}; "
+            "write them as they were when the run read them, or run its night again"
         )
     if pc.count_distinct(ids).as_py() != len(ids):
         twice = pc.value_counts(ids)
@@ -98,7 +98,7 @@ def align(features: pa.Table, side: str, entity_ids: pa.Array) -> SideVectors:
         runs = features.filter(pc.equal(features[f"{side}_id"], pa.scalar(twice, ids.type)))["run_id"].to_pylist()
         raise CtrError(
             f"{side} features have {twice!r} {len(runs)} times (runs {', '.join(runs)}): features of several runs are "
-            "mixed; give those of one"
+            "mixed; give the features of one run"
         )
     positions = pc.index_in(entity_ids, ids)
     has_vector = pc.is_valid(positions).to_numpy(zero_copy_only=False)
@@ -108,7 +108,7 @@ def align(features: pa.Table, side: str, entity_ids: pa.Array) -> SideVectors:
     if not np.isfinite(raw).all():
         row = int(np.flatnonzero(~np.isfinite(raw).all(axis=1))[0])
         raise CtrError(
-            f"the vector of {side} {ids[row].as_py()!r} holds what is no finite number; encode the run again"
+            f"the vector of {side} {ids[row].as_py()!r} has a value that is not finite; encode the run again"
         )
     of_levels = np.column_stack([features[name].to_numpy() for name in LEVELS])
     vectors = np.zeros((len(entity_ids), raw.shape[1]), np.float32)
@@ -139,8 +139,8 @@ class Basis:
             mean, num_codes = getattr(self, f"{side}_mean"), getattr(self, f"num_{side}_codes")
             if (width := of_side.vectors.shape[1]) != len(mean):
                 raise CtrError(
-                    f"{side} features have vectors of width {width}, the basis they are reduced by is of width "
-                    f"{len(mean)}: they are of another encoder; encode the run again with the same one"
+                    f"{side} features have vectors of width {width}, but the basis that reduces them has width "
+                    f"{len(mean)}: they come from another encoder; encode the run again with the same one"
                 )
             has_vector = (of_side.vectors != 0).any(axis=1)
             vectors = np.zeros((len(has_vector), self.directions.shape[1]), np.float32)

@@ -156,7 +156,7 @@ def score(
     knowledge = None
     if card.basis is not None:
         if features is None:
-            raise CtrError(f"{folder} was trained with knowledge: give the run whose features it is to see")
+            raise CtrError(f"{folder} was trained with knowledge: give the run whose features it reads")
         knowledge = Knowledge(**card.basis.reduce(align_sides(tables, features)), basis=card.basis)
         for side, numbers in (("user", users), ("item", items)):
             if num_without := int((~getattr(knowledge, side).vectors.any(axis=1))[numbers].sum()):

@@ -115,7 +115,7 @@ def join_as_of(
     if max(num_without.values()) > len(data.train) / 2:
         logger.warning(
             "ctr.history asof: most training rows see no text of their %s (%d users', %d items' of %d rows are without "
-            "an older one); models can learn little of texts then: keep more nights, or set ctr.history to latest",
+            "an older one), so models learn little from texts: keep more nights, or set ctr.history to latest",
             max(num_without, key=lambda side: num_without[side]),
             num_without["user"], num_without["item"], len(data.train),
         )  # fmt: skip

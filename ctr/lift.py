@@ -98,9 +98,9 @@ def require_same_judgement(settings: Mapping[str, CtrOptions]) -> None:
         values_by_way = {name: getattr(of_way, key) for name, of_way in settings.items()}
         if len(set(values_by_way.values())) > 1:
             values = ", ".join(f"{name}: {value!r}" for name, value in values_by_way.items())
-            raise CtrError(f"ctr.{key} differs, so that nothing would be judged alike ({values}); set one for all")
+            raise CtrError(f"ctr.{key} differs, so variants would be judged differently ({values}); set one for all")
     if len({of_way.history == "split" for of_way in settings.values()}) > 1:
-        raise CtrError("ctr.history is split for some, which trains on other rows; set one for all, or give --history")
+        raise CtrError("ctr.history is split for some, so they train on other rows; set one for all, or give --history")
 
 
 def _alike_without_texts(ways: Mapping[str, Way]) -> list[list[str]]:

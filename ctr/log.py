@@ -65,9 +65,9 @@ def read_log(tables: EntityTables, label: str) -> Log:
     rule, source = LabelRule.parse(label), tables.interactions
     if rule.column is not None and rule.column not in source.schema.names:
         raise CtrError(
-            f"interactions have no column {rule.column!r}, of which ctr.label ({label}) tells positives; there are "
-            f"{', '.join(source.schema.names)}. Name another as ctr.label (of events those that count, such as `event "
-            "== 'purchase'`), or set it to `all`: every interaction is a positive then, and negatives are sampled"
+            f"interactions have no column {rule.column!r}, from which ctr.label ({label}) tells positives; there are "
+            f"{', '.join(source.schema.names)}. Use another column in ctr.label (for example `event == 'purchase'`), "
+            "or set it to `all`: every interaction is a positive then, and negatives are sampled"
         )
     source = ds.dataset(source) if isinstance(source, pa.Table) else source
     num_rows, num_read, num_unlabelled, num_left = source.count_rows(), 0, 0, 0
@@ -99,7 +99,7 @@ def read_log(tables: EntityTables, label: str) -> Log:
         in_us = times.cast(pa.timestamp("us", times.type.tz)).cast(pa.int64()).to_numpy()
         times_us[place] = in_us[has_entities]
     if num_left:
-        logger.warning("%d of %d interactions are of users or items that left the tables: left out", num_left, num_rows)
+        logger.warning("%d of %d interactions are left out: their user or item left the tables", num_left, num_rows)
     if num_unlabelled:
         logger.warning(
             "%d of %d interactions have no %s and are left out (`%s is not null` as ctr.label makes them negatives)",
@@ -123,7 +123,7 @@ def _require_distinct(ids: pa.Array, side: str) -> None:
     if is_bad.any():
         row = int(np.argmax(is_bad))
         raise CtrError(
-            f"the table of {side}s has the id {ids[row].as_py()!r} in row {row}; expected an id, and each once. "
+            f"the {side}s table has the id {ids[row].as_py()!r} in row {row}; expected an id, and each id once. "
             "`laserbatch data check` lists all such rows"
         )
 

@@ -66,8 +66,8 @@ def small_batch(batch_size: int) -> str | None:
     if batch_size >= MIN_GPU_BATCH:
         return None
     return (
-        f"decoding.batch_size is {batch_size}: a step of a GPU takes hardly longer for 64 texts than for one, so 64 to "
-        "256 write several times as many texts an hour"
+        f"decoding.batch_size is {batch_size}: a GPU step takes hardly longer for 64 texts than for one, so 64 to 256 "
+        "write several times as many texts per hour"
     )
 
 

@@ -192,7 +192,7 @@ def _say_why(night: Night, sides: dict[str, dict[str, Any]]) -> None:
             say(f"WARNING: {side}s: {name} {what}")
         if any(what.startswith("is gone") for what in changes.values()):
             say(f"if a column of {side}s is missing by mistake, restore it before you run the night")
-        if any(not what.startswith(("is gone", "are gone", "stand in")) for what in changes.values()):
+        if any(not what.startswith(("is gone", "are gone", "are in")) for what in changes.values()):
             say(
                 f"if changes of a column need no new texts, leave it out of prompts: list it under `exclude` of the "
                 f"template ({prompt.template}; docs/own-prompts.md)"

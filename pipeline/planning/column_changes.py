@@ -72,7 +72,7 @@ def changed_columns(pairs: Pairs) -> dict[str, tuple[str, int]]:
             is_alike = _is_alike(before[name], after[name])
             counts[name, "has the same values, written differently" if is_alike else "has other values"] += 1
         if before == after and list(before) != list(after):
-            counts[ANOTHER_ORDER, "stand in another order"] += 1
+            counts[ANOTHER_ORDER, "are in another order"] += 1
     for (new, old), num in renamed.most_common():
         if 2 * num > counts[new, "is new"] > 0 and 2 * num > counts[old, "is gone"] > 0:
             del counts[new, "is new"], counts[old, "is gone"]
@@ -102,7 +102,7 @@ def changed_in_histories(
             new = {name for name, text in texts.get(title, {}).items() if f"{separator}{text}{separator}" not in old}
             columns |= new or {ITEM_ATTRIBUTES}
         counts.update(columns)
-    became = {ITEM_ATTRIBUTES: "are gone from histories, or stand in another order there"}
+    became = {ITEM_ATTRIBUTES: "are gone from histories, or are in another order there"}
     return {name: (became.get(name, "is shown differently in histories"), num) for name, num in counts.most_common()}
 
 

@@ -101,7 +101,7 @@ def test_what_is_of_entities_that_left_the_tables_is_left_out(world, caplog):
 
 def test_other_id_types_are_named(world):
     other = make_features(small_world(string_ids=False))
-    with pytest.raises(CtrError, match="ids of type int64, the table of users string"):
+    with pytest.raises(CtrError, match="ids of type int64, but the users table has ids of type string"):
         train_ctr(world, {"relaxed": other}, AS_OF)
 
 

@@ -88,5 +88,5 @@ def test_interactions_that_cannot_be_read_are_named(world, interactions, message
 def test_tables_of_entities_without_distinct_ids_are_refused(world, last):
     users = pa.table({"user_id": ["u0", "u1", last]})
     tables = type("Tables", (), {"users": users, "items": world.items, "interactions": world.interactions})
-    with pytest.raises(CtrError, match=f"the table of users has the id {last!r} in row 2"):
+    with pytest.raises(CtrError, match=f"the users table has the id {last!r} in row 2"):
         read_log(tables, "rating >= 4")

@@ -245,7 +245,7 @@ def test_bad_input_is_named_and_leaves_nothing_half_trained(world, night, tmp_pa
     broken[5, 2] = np.nan
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(broken.reshape(-1)), broken.shape[1])
     write_features(good.set_column(1, good.schema.field("vector"), vectors))
-    refused("vector of user 'u6' holds what is no finite number")
+    refused("vector of user 'u6' has a value that is not finite")
     narrow = pa.FixedSizeListArray.from_arrays(pa.array(broken[:, 3:].reshape(-1)), broken.shape[1] - 3)
     field = pa.field("vector", narrow.type, nullable=False)
     write_features(good.set_column(1, field, narrow))

@@ -210,7 +210,7 @@ def test_what_cannot_be_tried_is_refused_before_anything_is_written(folder, capf
 
 def test_configurations_that_would_be_judged_on_other_rows_or_tables_are_refused(folder, tried, capfd):
     for name, changed, message in (
-        ("seeds", {"ctr": {"num_seeds": 3}}, "ctr.num_seeds differs, so that nothing would be judged alike"),
+        ("seeds", {"ctr": {"num_seeds": 3}}, "ctr.num_seeds differs, so variants would be judged"),
         ("tables", {"tables": {"path": "others"}}, "variants are tried on one sample, so give them"),
     ):
         other = write_config(folder, f"{name}.yaml", **changed)

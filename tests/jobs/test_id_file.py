@@ -44,10 +44,10 @@ def test_ids_are_read_without_what_surrounds_them(held, ids, tmp_path):
         (b'""\n', "line 1: the id is empty"),
         (b"u1\ncaf\xe9\n", "line 2: not UTF-8"),
         ("u1\n".encode("utf-16-le"), "holds zero bytes"),
-        (b"PK\x03\x04\x14\0", "is no text, but a spreadsheet"),
+        (b"PK\x03\x04\x14\0", "is not text, but a spreadsheet"),
         (b"u1,\nu2,\n", "line 1: 'u1,' holds several fields"),
         (b'{"user_id": "u1", "why": ""}\n', "line 1: '{\"user_id\": \"u1\", \"why\": \"\"}' holds several fields"),
-        (b"PAR1\x15", "is no text, but Parquet"),
+        (b"PAR1\x15", "is not text, but Parquet"),
         (b"u\x1b1\n", "line 1: 'u\\x1b1' holds a control character"),
     ],
 )  # fmt: skip

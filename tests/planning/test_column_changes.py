@@ -27,7 +27,7 @@ from laserbatch.pipeline.planning.column_changes import (
         ({"a": "yes"}, {"a": "True"}, {"a": "has the same values, written differently"}),
         ({"a": "War > Film"}, {"a": "Film, War"}, {"a": "has the same values, written differently"}),
         ({"a": "War|Film"}, {"a": "Film|War"}, {"a": "has the same values, written differently"}),
-        ({"a": "1", "b": "2"}, {"b": "2", "a": "1"}, {ANOTHER_ORDER: "stand in another order"}),
+        ({"a": "1", "b": "2"}, {"b": "2", "a": "1"}, {ANOTHER_ORDER: "are in another order"}),
         ({"a": "1"}, {"a": "1"}, {}),
     ],
 )
