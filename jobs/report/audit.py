@@ -17,7 +17,7 @@ CAPTION = (
     "Means over the compared texts of tonight; means over their plain versions in parentheses. Length: tokens of "
     "tonight's texts divided by tokens of plain texts. Repeated: share of n-grams that occur earlier in the same text. "
     "Fields: share of the template's fields that a text has. Names: quoted titles and capitalised words per text that "
-    "occur neither in its prompt nor in the items table. The model invents some itself; drafts cause only the rest."
+    "occur neither in its prompt nor in the items table; the model invents some, drafts cause only the difference."
 )
 
 

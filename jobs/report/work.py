@@ -104,13 +104,13 @@ def _cost(workers: WorkerFigures, stages: Mapping[str, float], sides: list[SideR
     money = None if price is None else price * sum(stages.values()) / 3600
     numbers = [sum(getattr(side.figures, f"num_{name}") for side in sides) for name in ("entities", "generated")]
     kind = "GPU-hours" if workers.device == "cuda" else "Worker-hours"
-    rows = [{"Of": "the night", kind: decimal(hours, 3), "Money": decimal(money)}]
-    for name, number in zip(("a million entities", "a million written texts"), numbers, strict=True):
+    rows = [{"Per": "night", kind: decimal(hours, 3), "Money": decimal(money)}]
+    for name, number in zip(("million entities", "million written texts"), numbers, strict=True):
         shown_hours, shown_money = ratio(1e6 * hours, number), None if money is None else ratio(1e6 * money, number)
-        rows.append({"Of": name, kind: decimal(shown_hours, 1), "Money": decimal(shown_money)})
+        rows.append({"Per": name, kind: decimal(shown_hours, 1), "Money": decimal(shown_money)})
     caption = "Hours: all workers, while texts were written. "
     caption += "Set cluster.price_per_hour to see money." if money is None else "Money: the cluster, for all stages."
-    return Table("Cost", rows, ("Of",), caption)
+    return Table("Cost", rows, ("Per",), caption)
 
 
 def _endpoint(server: EndpointFigures, corpus: ExternalCorpusFigures | None) -> Table:
