@@ -23,7 +23,9 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 TABLES = typer.Option(None, show_default="the run's tables", help="Folder or URI of the input tables.")
 RUN = typer.Option(None, show_default="the published run", help="A run id.")
 OF_MODEL = typer.Option(None, show_default="the run that it was trained on", help="Run whose features the model reads.")
-HISTORY = typer.Option(None, show_default="the configured value", help="Which texts training rows see.")
+TABLES_OF_MODEL = typer.Option(None, show_default="the model's tables", help="Folder or URI of the input tables.")
+CONFIGURED = "the configured value, or without a configuration the run's"
+HISTORY = typer.Option(None, show_default=CONFIGURED, help="Which texts training rows see.")
 MODEL = typer.Argument(..., help="Model folder that `laserbatch ctr train` wrote.")
 JSON = typer.Option(False, "--json", help="Print everything as JSON.")
 
@@ -63,7 +65,7 @@ def evaluate(
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     run: str | None = OF_MODEL,
-    tables: str | None = TABLES,
+    tables: str | None = TABLES_OF_MODEL,
     as_json: bool = JSON,
 ) -> None:
     """Evaluate a trained model on interactions after its date: AUC, LogLoss, AUC within users, calibration.
@@ -86,7 +88,7 @@ def predict(
     config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     run: str | None = OF_MODEL,
-    tables: str | None = TABLES,
+    tables: str | None = TABLES_OF_MODEL,
     as_json: bool = JSON,
 ) -> None:
     """Score pairs of users and items; interactions strictly before a pair's timestamp count, without one all of them.
@@ -106,12 +108,10 @@ def compare(
     workspace: Path | None = WORKSPACE,
     run: str | None = RUN,
     models: str | None = typer.Option(
-        None,
-        show_default="the configured models",
-        help="Models to train, of din, dcnv2 and gbdt, separated by commas.",
+        None, show_default=CONFIGURED, help="Models to train, of din, dcnv2 and gbdt, separated by commas."
     ),
     seeds: int | None = typer.Option(
-        None, min=1, show_default="the configured number", help="Number of trainings per model and variant."
+        None, min=1, show_default=CONFIGURED, help="Number of trainings per model and variant."
     ),
     history: History | None = HISTORY,
     tables: str | None = TABLES,

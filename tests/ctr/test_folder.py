@@ -136,7 +136,7 @@ def test_a_training_that_is_killed_goes_on_and_ends_with_the_same_bytes(night, t
     before = (tmp_path / "whole" / "model.safetensors").stat().st_mtime_ns
     train(night, tmp_path / "whole")  # it is there: nothing is done again
     assert (tmp_path / "whole" / "model.safetensors").stat().st_mtime_ns == before
-    with pytest.raises(CtrError, match="of another training"):
+    with pytest.raises(CtrError, match="not from this training"):
         train(night, tmp_path / "whole", "din")
 
 

@@ -188,7 +188,7 @@ def test_a_full_disk_and_versions_of_another_time_are_told(world, monkeypatch):
     [
         (False, 0, "fault", "not installed"),
         (True, 1, "fault", "cannot be imported: ImportError: libcudart"),
-        (True, 0, "ok", "vLLM 0.20.2 imports"),
+        (True, 0, "ok", "vLLM 0.20.2 can be imported"),
     ],
 )
 def test_vllm_that_is_not_installed_or_cannot_be_imported_is_told(
