@@ -117,7 +117,7 @@ def test_feature_files_are_read_and_their_version_checked(world, tmp_path):
             pq.write_table(rows, tmp_path / side / f"{number:05}.parquet")
     assert all(table.equals(features[side]) for side, table in read_feature_set(tmp_path).items())
     pq.write_table(features["user"].drop_columns("valid_from"), tmp_path / "user/00001.parquet")
-    with pytest.raises(CtrError, match=r"user/00001.parquet has other columns than 00000.parquet beside it"):
+    with pytest.raises(CtrError, match=r"user/00001.parquet has other columns than 00000.parquet in the same folder"):
         read_feature_set(tmp_path)
     for side, table in features.items():  # of an earlier version
         pq.write_table(table, tmp_path / f"{side}.parquet")

@@ -290,7 +290,7 @@ def test_a_task_builds_the_pools_that_this_process_builds(first_night, monkeypat
         assert replace(pool, build_s=expected.build_s) == expected and pools.current_version() == version
         by_task = {path.name: path.read_bytes() for path in pools.folder(version).rglob("*") if path.is_file()}
         assert by_task == alone
-        assert capsys.readouterr().err == "no user pool is built\n"
+        assert capsys.readouterr().err == "no user pool is built, because the run has no user texts\n"
         with monkeypatch.context() as patched:
             patched.setattr(ray, "get", Mock(side_effect=WorkerCrashedError))
             with pytest.raises(

@@ -269,7 +269,7 @@ def test_old_pools_that_cannot_be_removed_fail_no_night(world, monkeypatch, capl
     monkeypatch.setattr(stages, "collect_pools", busy)
     night = done(opened(world))
     assert night.workspace.publication.run().run_id == night.run.run_id
-    assert "old pools were not removed, the next night tries again: pools/.nfs01" in caplog.text
+    assert "old pools were not removed; the next night tries again: pools/.nfs01" in caplog.text
 
 
 def test_what_is_damaged_of_earlier_nights_is_named_and_passed_over(world, caplog):

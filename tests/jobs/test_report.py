@@ -190,7 +190,7 @@ def test_a_log_that_has_stopped_is_warned_of(manifest):
     age = {"date": "2025-03-01", "newest": "2025-02-20", "age_days": 9, "usual_gap_days": 5.0}
     for gap, is_warned in ((5.0, False), (1.0, True)):
         manifest["inputs"]["interactions"]["age"] = age | {"usual_gap_days": gap}
-        assert ("The newest interaction known on 2025-03-01 is of 2025-02-20" in outline(manifest).text) == is_warned
+        assert ("The newest interaction known on 2025-03-01 is from 2025-02-20" in outline(manifest).text) == is_warned
 
 
 def test_pools_built_say_how_wrong_their_estimates_are(manifest):

@@ -189,7 +189,7 @@ def test_the_core_has_at_most_65_options():
         ({"decoding": {"engine": "vllm", "temperature": 1.0}}, "temperature 1 with engine vllm"),
         ({"decoding": {"engine": "vllm", "vllm": {"trust_remote_code": True}}}, r"vllm\.trust_remote_code with engine"),
         ({"decoding": {"vllm": {"enforce_eager": True}}}, "an engine that is not used"),
-        ({"decoding": {"engine": "vllm"}, "night": {"compare_with_plain": True}}, "its texts are plain ones"),
+        ({"decoding": {"engine": "vllm"}, "night": {"compare_with_plain": True}}, "texts are those of plain decoding"),
     ],
 )
 def test_what_vllm_cannot_do_is_refused(options, message):
