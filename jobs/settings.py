@@ -170,7 +170,7 @@ class Settings(Strict):
             reason = f"with decoding.engine {decoding.engine} the texts are those of plain decoding"
             raise ValueError(f"night.compare_with_plain must be false: {reason}")
         if decoding.engine == "endpoint" and (self.cluster.num_workers or 1) > 1:
-            raise ValueError("decoding.engine endpoint uses one worker: set cluster.num_workers to null")
+            raise ValueError("with decoding.engine endpoint one worker is enough: set cluster.num_workers to null")
         return self
 
     @field_validator("deliver_to")
