@@ -369,7 +369,7 @@ def test_a_run_is_read_without_settings_that_this_version_does_not_have(world, c
     night.manifest.save()
     settings = open_run(load_settings(world / "laserbatch.yaml"), night.run.run_id).settings
     assert settings.ctr.label == "rating >= 3"
-    assert "left out: ctr.of_old" in capsys.readouterr().err
+    assert "are ignored: ctr.of_old" in capsys.readouterr().err
 
 
 def test_ctr_models_are_trained_as_the_configuration_says_and_without_one_as_the_run_does(world, tmp_path):
