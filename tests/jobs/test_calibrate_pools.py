@@ -126,7 +126,7 @@ def test_show_tells_how_well_estimates_hold(after_first_night):
     num_texts, error = opened(world, FIRST_DATE).tables.items.num_rows, built.calibration_error
     shown = CliRunner().invoke(app, ["show", "--config", str(world / "laserbatch.yaml")], catch_exceptions=False)
     output = " ".join(shown.stdout.split())
-    assert f"calibrated on {num_texts // 5} texts" in output and f"error {error:.3f} on texts" in output
+    assert f"calibrated on {num_texts // 5} texts" in output and f"error {error:.3f} on other texts" in output
 
 
 def test_replays_draft_by_the_budget_that_the_night_chose(world):

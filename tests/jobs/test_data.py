@@ -70,9 +70,9 @@ def test_nothing_but_tables_is_ever_replaced(run, tmp_path, exports):
     arguments = ["import", exports, "--mapping", exports / "mapping.yaml", "--overwrite"]
     before = sorted(tmp_path.rglob("*"))
     for out in (exports, tmp_path, exports / ".." / "exports"):
-        assert "is what is imported" in str(run(*arguments, out).exception)
+        assert "which is being imported" in str(run(*arguments, out).exception)
     (tmp_path / "link").symlink_to(exports)
-    assert "is what is imported" in str(run(*arguments, tmp_path / "link").exception)
+    assert "which is being imported" in str(run(*arguments, tmp_path / "link").exception)
     assert "holds items.csv, log.csv, mapping.yaml" in str(run("sample", exports, "--overwrite").exception)
     (tmp_path / "link").unlink()
     assert sorted(tmp_path.rglob("*")) == before
@@ -83,7 +83,7 @@ def test_tables_that_a_mapping_reads_are_not_replaced_by_what_it_makes_of_them(r
     (exports / "tables").mkdir()
     pq.write_table(pa.table({"user": ["u"], "item": ["i1"], "time": [1]}), exports / "tables" / "interactions.parquet")
     arguments = ["import", exports, exports / "tables", "--mapping", exports / "mapping.yaml", "--overwrite"]
-    assert "interactions.parquet is what is imported" in str(run(*arguments).exception)
+    assert "interactions.parquet, which is being imported" in str(run(*arguments).exception)
 
 
 def test_a_database_that_a_mapping_asks_is_not_replaced_by_what_is_made_of_it(run, tmp_path, exports):
@@ -91,7 +91,7 @@ def test_a_database_that_a_mapping_asks_is_not_replaced_by_what_is_made_of_it(ru
     (exports / "tables").mkdir()
     (exports / "tables" / "log.db").touch()
     arguments = ["import", exports, exports / "tables", "--mapping", exports / "mapping.yaml", "--overwrite"]
-    assert "log.db is what is imported" in str(run(*arguments).exception)
+    assert "log.db, which is being imported" in str(run(*arguments).exception)
 
 
 def test_a_link_to_a_folder_of_tables_is_filled_where_it_points(run, tmp_path, exports):

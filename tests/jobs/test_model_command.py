@@ -30,4 +30,4 @@ def test_a_gguf_file_becomes_a_model_folder_and_another_file_changes_nothing(tmp
 def test_a_file_in_the_folder_that_would_be_replaced_is_refused(tmp_path, capfd):
     path = write_sample_gguf(tmp_path / "m.gguf")
     refused = run_here(capfd, "model", "import", str(path), str(tmp_path), "--overwrite")
-    assert refused.returncode == 3 and "is what is imported" in refused.stderr and path.is_file()
+    assert refused.returncode == 3 and "which is being imported" in refused.stderr and path.is_file()
