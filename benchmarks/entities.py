@@ -59,11 +59,13 @@ def iter_entities(tables: Tables, side: Side, entity_ids: Iterable[str | int] | 
     if entity_ids is not None:
         is_wanted = pc.is_in(table[key], value_set=pa.array(list(entity_ids), table[key].type))
         rows, table = rows[is_wanted.to_numpy()], table.filter(is_wanted)
-    histories, items = Histories(tables) if side == "user" else None, {}
+    log_rows = {"row": lambda at: np.arange(at.start, at.stop)}
+    histories, items = Histories(tables, log_rows) if side == "user" else None, {}
 
     def event(place: int) -> HistoryEvent:
-        row = int(histories.items([place])[0])
-        done, rating = (histories.values(name, [place])[0].as_py() for name in ("event", "rating"))
+        row = int(histories.items[place])
+        interaction = tables.interactions.slice(int(histories.columns["row"][place]), 1).to_pylist()[0]
+        done, rating = interaction.get("event"), interaction.get("rating")
         if row not in items:
             values = tables.items.slice(row, 1).to_pylist()[0]
             title = values.pop("title")

@@ -24,15 +24,17 @@ _HALF, _LOW, _FIRST, _SECOND = (np.uint64(n) for n in (32, 0xFFFFFFFF, 0xFF51AFD
 class IdCodes:
     """Distinct ids, strings (also of type `large_string`) or int64, with codes from 0 in the order of their addition.
 
-    An id takes 14 to 24 bytes besides its own.
+    An id takes 22 to 32 bytes besides its own: a slot, and a record with its length, its code and its bytes in words of
+    8 bytes. So a lookup in a table that fits into no cache waits for two places in memory.
     """
 
     def __init__(self, kind: pa.DataType) -> None:
         if kind not in (pa.string(), pa.int64()):
             raise TypeError(f"ids are strings or int64, not {kind}")
-        self.kind, self._num = kind, 0
-        self._slots = np.zeros(MIN_SLOTS, np.uint64)  # an id's hash in the upper half, its code + 1 in the lower one
-        self._starts, self._bytes = np.zeros(MIN_SLOTS, np.int32), np.empty(0, np.uint8)  # of the ids, end to end
+        self.kind, self._num, self._num_bytes, self._num_words = kind, 0, 0, 0
+        # A slot has an id's hash in its upper half, and the place of its record + 1 in the lower one.
+        self._slots = np.zeros(MIN_SLOTS, np.uint64)
+        self._records = np.empty(MIN_SLOTS, np.uint64)
 
     def __len__(self) -> int:
         return self._num
@@ -47,11 +49,11 @@ class IdCodes:
 
     def values(self) -> pa.Array:
         """The distinct ids in the order of their codes."""
-        data = self._bytes[: self._starts[self._num]]
+        starts, data = np.empty(self._num + 1, np.int32), np.empty(self._num_bytes, np.uint8)
+        _unpack(self._records, starts, data)
         if pt.is_int64(self.kind):
             return pa.array(data.view(np.int64))
-        offsets = self._starts[: self._num + 1]
-        return pa.Array.from_buffers(self.kind, self._num, [None, pa.py_buffer(offsets), pa.py_buffer(data)])
+        return pa.Array.from_buffers(self.kind, self._num, [None, pa.py_buffer(starts), pa.py_buffer(data)])
 
     def _codes(self, ids: pa.Array, adds: bool) -> np.ndarray:
         if ids.null_count:
@@ -61,23 +63,23 @@ class IdCodes:
         starts, data = _bytes_of(ids)
         if adds:
             self._reserve(len(ids), int(starts[-1]) - int(starts[0]))
-        codes = np.empty(len(ids), np.int32)
-        self._num = _look_up(starts, data, self._slots, self._starts, self._bytes, self._num, adds, codes)
+        codes, counts = np.empty(len(ids), np.int32), (self._num, self._num_bytes, self._num_words)
+        counts = _look_up(starts, data, self._slots, self._records, *counts, adds, codes)
+        self._num, self._num_bytes, self._num_words = counts
         return codes
 
     def _reserve(self, num_ids: int, num_bytes: int) -> None:
         """Make room for `num_ids` further ids that have `num_bytes` bytes."""
-        num_ids, num_bytes = self._num + num_ids, int(self._starts[self._num]) + num_bytes
+        num_words = self._num_words + 2 * num_ids + num_bytes // 8
+        num_ids, num_bytes = self._num + num_ids, self._num_bytes + num_bytes
         if num_bytes > MAX_BYTES:
             raise pa.ArrowCapacityError(f"the distinct ids have more than {MAX_BYTES:,} bytes")
         if 4 * num_ids > 3 * len(self._slots):
             slots = np.zeros(1 << (4 * num_ids // 3).bit_length(), np.uint64)
             _move(self._slots, slots)
             self._slots = slots
-        if num_ids >= len(self._starts):
-            self._starts.resize(max(num_ids + 1, len(self._starts) * 3 // 2), refcheck=False)
-        if num_bytes > len(self._bytes):
-            self._bytes.resize(min(max(num_bytes, len(self._bytes) * 3 // 2), MAX_BYTES), refcheck=False)
+        if num_words > len(self._records):
+            self._records.resize(max(num_words, len(self._records) * 3 // 2), refcheck=False)
 
 
 def rows_among(values: pa.Array | pa.ChunkedArray, known: pa.Array | pa.ChunkedArray) -> np.ndarray:
@@ -171,19 +173,23 @@ def _hash(data, begin, end):
 
 
 @njit(inline="always")
-def _are_equal(data, begin, end, other, other_begin, other_end):
-    if end - begin != other_end - other_begin:
+def _is_equal(data, begin, end, records, place):
+    """Whether an id is that of the record at a place."""
+    if np.int64(records[place] >> _HALF) != end - begin:
         return False
-    for place in range(begin, end, 8):
-        at = other_begin + place - begin
-        if _word(data, place, end) != _word(other, at, other_end):
+    for at in range(begin, end, 8):
+        place += 1
+        if _word(data, at, end) != records[place]:
             return False
     return True
 
 
 @cached()
-def _look_up(starts, data, slots, known_starts, known_bytes, num_known, adds, codes):
-    """Write the code of each id into `codes`. Missing ids are added if `adds`, or get -1. Returns the number of ids."""
+def _look_up(starts, data, slots, records, num_known, num_bytes, num_words, adds, codes):
+    """Write the code of each id into `codes`. Missing ids are added if `adds`, or get -1.
+
+    Returns the numbers of ids, of their bytes, and of the words of their records.
+    """
     last, hashes = len(slots) - 1, np.empty(_AHEAD, np.uint64)
     for first in range(0, len(codes), _AHEAD):
         stop = min(first + _AHEAD, len(codes))
@@ -191,30 +197,46 @@ def _look_up(starts, data, slots, known_starts, known_bytes, num_known, adds, co
             hashes[row - first] = _hash(data, np.int64(starts[row]), np.int64(starts[row + 1]))
             fetch(slots, np.int64(hashes[row - first]) & last)
         for row in range(first, stop):
-            fetch(known_starts, np.int64(slots[np.int64(hashes[row - first]) & last] & _LOW))
-        for row in range(first, stop):
-            fetch(known_bytes, np.int64(known_starts[np.int64(slots[np.int64(hashes[row - first]) & last] & _LOW)]))
+            fetch(records, np.int64(slots[np.int64(hashes[row - first]) & last] & _LOW) - 1)  # -1 does no harm
         for row in range(first, stop):
             begin, end, tag = np.int64(starts[row]), np.int64(starts[row + 1]), hashes[row - first]
             place, code = np.int64(tag) & last, -1
             while slots[place] != 0:
                 slot = slots[place]
-                known = np.int64(slot & _LOW) - 1
-                if slot >> _HALF == tag and _are_equal(
-                    data, begin, end, known_bytes, np.int64(known_starts[known]), np.int64(known_starts[known + 1])
-                ):
-                    code = known
+                record = np.int64(slot & _LOW) - 1
+                if slot >> _HALF == tag and _is_equal(data, begin, end, records, record):
+                    code = np.int64(records[record] & _LOW)
                     break
                 place = (place + 1) & last
             if code < 0 and adds:
-                code, at = num_known, np.int64(known_starts[num_known])
-                for offset in range(end - begin):
-                    known_bytes[at + offset] = data[begin + offset]
+                code = num_known
+                slots[place] = (tag << _HALF) | np.uint64(num_words + 1)
+                records[num_words] = np.uint64(end - begin) << _HALF | np.uint64(code)
+                num_words += 1
+                for at in range(begin, end, 8):
+                    records[num_words] = _word(data, at, end)
+                    num_words += 1
                 num_known += 1
-                known_starts[num_known] = at + end - begin
-                slots[place] = (tag << _HALF) | np.uint64(num_known)
+                num_bytes += end - begin
             codes[row] = code
-    return num_known
+    return num_known, num_bytes, num_words
+
+
+@cached()
+def _unpack(records, starts, data):
+    """Write the ids of all records end to end into `data`, and where each begins and the last ends into `starts`."""
+    place = at = np.int64(0)
+    for code in range(len(starts) - 1):
+        starts[code], stop = at, at + np.int64(records[place] >> _HALF)
+        while at < stop:
+            place += 1
+            num, word = min(stop - at, 8), records[place]
+            for byte in range(num):  # `_word` shifts fewer than eight bytes in from below
+                shift = 8 * (byte if num == 8 else num - 1 - byte)
+                data[at + byte] = (word >> np.uint64(shift)) & np.uint64(255)
+            at += num
+        place += 1
+    starts[-1] = at
 
 
 @cached()

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import pyarrow as pa
@@ -59,34 +59,28 @@ def labels_of(interactions: pa.Table, words: Mapping[str, str]) -> Labels:
 
 
 class Histories:
-    """Interactions by user row, without those of unknown users and items.
+    """Interactions by user row, without those of unknown users and items; a user's are in order of time.
 
-    `starts`, int64[num_users + 1]: the place of each user's first event; the events of a user are in order of time.
+    `starts`, int64[num_users + 1]: the place of each user's first event. `items`, int32[n]: the rows of the item table,
+    by place. `columns`: what the given functions return for slices of the log, by place.
     """
 
-    def __init__(self, tables: Tables) -> None:
-        self._interactions = tables.interactions
-        codes, rows = tables.coded("user")
-        self._item_codes, self._item_rows = tables.coded("item")
-        self.starts, self._rows = by_code(lambda: self._known(codes, rows), tables.users.num_rows, tables.scratch)
+    def __init__(self, tables: Tables, columns: Mapping[str, Callable[[slice], np.ndarray]] | None = None) -> None:
+        (codes, rows), (item_codes, item_rows) = tables.coded("user"), tables.coded("item")
+        columns = columns or {}
 
-    def _known(self, codes: np.ndarray, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Interactions between known users and items, a part at a time: the rows of their users, and their own rows."""
-        for start in range(0, len(codes), ROWS_AT_ONCE):
-            users = rows[codes[start : start + ROWS_AT_ONCE]]
-            is_known = (users >= 0) & (self._item_rows[self._item_codes[start : start + ROWS_AT_ONCE]] >= 0)
-            yield users[is_known], start + np.flatnonzero(is_known)
+        def parts() -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
+            for start in range(0, max(len(codes), 1), ROWS_AT_ONCE):
+                at = slice(start, min(start + ROWS_AT_ONCE, len(codes)))
+                users, items = rows[codes[at]], item_rows[item_codes[at]]
+                is_known = (users >= 0) & (items >= 0)
+                part = [users, items, *(values(at) for values in columns.values())]
+                users, *others = part if is_known.all() else (values[is_known] for values in part)
+                yield users, others
 
-    def items(self, places: np.ndarray) -> np.ndarray:
-        """The rows of the item table, int32[n], for the events at some places."""
-        return self._item_rows[self._item_codes[self._rows[places]]]
-
-    def values(self, column: str, places: np.ndarray) -> pa.Array:
-        """A column of the interactions at some places; nulls if there is no such column."""
-        if column not in self._interactions.column_names:
-            return pa.nulls(len(places))
-        values = self._interactions[column].take(pa.array(self._rows[places])).combine_chunks()
-        return values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
+        num_users, folder = tables.users.num_rows, tables.scratch.folder
+        self.starts, (self.items, *others) = by_code(parts(), num_users, len(codes), folder)
+        self.columns = dict(zip(columns, others, strict=True))
 
     def newest(self, user_rows: np.ndarray, max_events: int) -> tuple[np.ndarray, np.ndarray]:
         """Places of the newest events of some users, int64[m], user by user, and int64[n + 1] starts of each user's."""
@@ -99,18 +93,19 @@ class Histories:
         """Places of the events that a template shows for some users, and starts, as in `newest`.
 
         Events left out for their age or rank stay left out when new ones come, so that prompts change with these alone.
+        If the template `needs_times`, `columns` must have `time`: int64, microseconds.
         """
-        if columns.max_days is None and columns.half_life is None and not columns.deduplicate:
+        if not columns.needs_times and not columns.deduplicate:
             return self.newest(user_rows, columns.max_events)
-        places, starts = self.newest(user_rows, len(self._rows))
+        places, starts = self.newest(user_rows, len(self.items))
         users = np.repeat(np.arange(len(user_rows)), np.diff(starts))
         is_shown = np.ones(len(places), bool)
-        times = self._interactions["timestamp"].take(pa.array(self._rows[places])).cast(pa.int64()).to_numpy()
+        times = self.columns["time"][places] if columns.needs_times else places
         if columns.max_days is not None:
             newest = times[starts[1:][users] - 1]
             is_shown &= times > newest - columns.max_days * DAY_US
         if columns.deduplicate:
-            keys = users.astype(np.int64) << 32 | self.items(places)
+            keys = users.astype(np.int64) << 32 | self.items[places]
             _, newest_of = np.unique(keys[::-1], return_index=True)
             is_newest = np.zeros(len(places), bool)
             is_newest[len(places) - 1 - newest_of] = True

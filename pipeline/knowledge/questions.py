@@ -23,6 +23,7 @@ from laserbatch.pipeline.knowledge.templates import Columns, HistoryLines, Promp
 from laserbatch.pipeline.knowledge.values import event_value, number_text, plain_text, python_values
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.tables.columns import blank
+from laserbatch.pipeline.tables.log import codes_of, only_chunk
 from laserbatch.pipeline.tables.read import Tables
 
 ROWS_AT_ONCE = 64 * 1024  # items with values that are Python objects at once
@@ -67,9 +68,10 @@ class SideQuestions:
         history, num_events = pa.nulls(len(rows), pa.string()), self.num_events(rows).astype(np.int32)
         if self._template.history is not None:
             places, starts = self.histories.chosen(rows, self._template.history)
-            items = pa.array(self.histories.items(places))
+            items = pa.array(self.histories.items[places])
             titles, attributes = (texts.take(items).to_pylist() for texts in self._events)
-            events = list(zip(titles, attributes, self._labels(places).to_pylist(), strict=True))
+            labels = pa.array(self._labels.texts, pa.string()).take(pa.array(self.histories.columns["label"][places]))
+            events = list(zip(titles, attributes, labels.to_pylist(), strict=True))
             bounds = pairwise(starts.tolist())
             history = pa.array([json.dumps(events[first:last], ensure_ascii=False) for first, last in bounds])
         columns = [self._attribute_lines(part), history, pa.array(num_events)]
@@ -88,8 +90,18 @@ class SideQuestions:
 
     @cached_property
     def histories(self) -> Histories:
-        """The histories of all users."""
-        return Histories(self.tables)
+        """The histories of all users, with the columns `label` (numbers of `_labels`) and, if needed, `time`."""
+        columns: dict[str, Callable[[slice], np.ndarray]] = {}
+        if self._template.history is not None:
+            columns["label"] = self._labels.numbers
+            if self._template.history.needs_times:
+                times = self.tables.interactions["timestamp"]
+                columns["time"] = lambda at: times[at].cast(pa.int64()).to_numpy()
+        return Histories(self.tables, columns)
+
+    @cached_property
+    def _labels(self) -> "_EventLabels":
+        return _EventLabels(self.tables.interactions, self._history_lines)
 
     @cached_property
     def _events(self) -> tuple[pa.Array, pa.Array]:
@@ -127,6 +139,11 @@ class SideQuestions:
             digests.append(np.frombuffer(_digests(line.encode() for line in lines), _DIGEST))
         return np.concatenate(digests)
 
+    @cached_property
+    def _label_digests(self) -> np.ndarray:
+        """The digests of `_labels`, V8."""
+        return np.frombuffer(_digests((label or "").encode() for label in self._labels.texts), _DIGEST)
+
     def _attribute_lines(self, part: pa.Table) -> pa.Array:
         columns, personal = self._template.attributes, self.tables.personal.get(self.side, ())
         names = _shown_names(part, columns, (f"{self.side}_id",), personal)
@@ -137,25 +154,57 @@ class SideQuestions:
         if self._template.history is None:
             return pa.repeat(_in_hex([b""])[0], len(rows))
         places, starts = self.histories.chosen(rows, self._template.history)
-        labels = pc.fill_null(self._labels(places), "").dictionary_encode()
-        label_digests = np.frombuffer(_digests(label.encode() for label in labels.dictionary.to_pylist()), _DIGEST)
         shown = np.empty((len(places), 2), _DIGEST)
-        shown[:, 0] = self._event_digests[self.histories.items(places)]
-        shown[:, 1] = label_digests[labels.indices.to_numpy()]
+        shown[:, 0] = self._event_digests[self.histories.items[places]]
+        shown[:, 1] = self._label_digests[self.histories.columns["label"][places]]
         data, bounds = shown.view(np.uint8).reshape(-1).data, (starts * 2 * DIGEST_BYTES).tolist()
         return _in_hex(data[first:last] for first, last in pairwise(bounds))
 
-    def _labels(self, places: np.ndarray) -> pa.Array:
-        """The labels of the events at some places, string[n]: event, rating or both; null without either."""
-        lines, (events, ratings) = self._history_lines, (self.histories.values(n, places) for n in LABEL_COLUMNS)
+
+class _EventLabels:
+    """The labels of events: what happened, the rating, or both.
+
+    `texts`: the distinct labels that `numbers` has met, by number; None: neither is known.
+    """
+
+    def __init__(self, interactions: pa.Table, lines: HistoryLines) -> None:
+        columns = (interactions[name] if name in interactions.column_names else None for name in LABEL_COLUMNS)
+        self._columns, self._lines = tuple(columns), lines
+        self._number_of = dict[str | None, int]()
+
+    @property
+    def texts(self) -> list[str | None]:
+        return list(self._number_of)
+
+    def numbers(self, at: slice) -> np.ndarray:
+        """The numbers of the labels of a slice of the log, int32[n]; each distinct pair is looked at once."""
+        events, ratings = (_encoded(column, at) for column in self._columns)
+        num_ratings = len(ratings.dictionary)
+        pairs = pc.add(pc.multiply(events.indices.cast(pa.int64()), num_ratings), ratings.indices).dictionary_encode()
+        event, rating = (pa.array(part) for part in np.divmod(pairs.dictionary.to_numpy(), num_ratings))
+        labels = self._labels(events.dictionary.take(event), ratings.dictionary.take(rating)).to_pylist()
+        number_of = self._number_of
+        numbers = np.array([number_of.setdefault(label, len(number_of)) for label in labels], np.int32)
+        return numbers[pairs.indices.to_numpy()]
+
+    def _labels(self, events: pa.Array, ratings: pa.Array) -> pa.Array:
         kind = {pa.null(): pa.float64(), pa.bool_(): pa.int8()}.get(ratings.type, ratings.type)
-        rated = _mapped(ratings.cast(kind), lambda value: _rating_label(value, lines))
-        if events.null_count == len(events):
-            return rated
-        event_texts = _mapped(events.cast(pa.string()), lambda event: event_text(event, lines.events))
+        rated = _mapped(ratings.cast(kind), lambda value: _rating_label(value, self._lines))
+        event_texts = _mapped(events.cast(pa.string()), lambda event: event_text(event, self._lines.events))
         between = pc.if_else(pc.equal(event_texts, "rated"), " ", ", rated ")
         both = pc.binary_join_element_wise(event_texts, between, rated, "")
         return pc.coalesce(both, event_texts, rated)
+
+
+def _encoded(column: pa.ChunkedArray | None, at: slice) -> pa.DictionaryArray:
+    """A slice of a column, or nulls, in distinct values; one of them is null where a value is."""
+    if column is None:
+        return pa.nulls(at.stop - at.start).dictionary_encode("encode")
+    values = only_chunk(column)[at]
+    if not pt.is_dictionary(values.type):
+        return values.dictionary_encode("encode")
+    codes, words = codes_of(values), values.dictionary
+    return pa.DictionaryArray.from_arrays(pa.array(codes), pa.concat_arrays([words, pa.nulls(1, words.type)]))
 
 
 def shown_of_row(row: dict) -> Shown:

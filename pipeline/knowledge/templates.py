@@ -165,6 +165,11 @@ class HistoryLines(Columns):
     deduplicate: bool = False  # whether only the newest of a user's events with one item is kept
     half_life: float | None = Field(default=None, gt=0)  # n-th newest event is shown with chance 0.5 ^ (n / half_life)
 
+    @property
+    def needs_times(self) -> bool:
+        """Whether the events shown depend on their times, besides the order of time."""
+        return self.max_days is not None or self.half_life is not None
+
     def labelled(self, labels: Labels, words: Words) -> "HistoryLines":
         """The same lines, adapted to labels that are numbers, words, or all alike."""
         changes: dict[str, Any] = {"events": words.events | self.events}

@@ -40,7 +40,7 @@ def known_histories(tables: Tables, codes: ItemCodes) -> list[np.ndarray]:
     """The history of each user, oldest first, as rows of `codes`; items without codes are left out."""
     by_user = Histories(tables)
     places, starts = by_user.newest(np.arange(tables.users.num_rows), tables.interactions.num_rows)
-    rows = codes.rows_of(tables.items["item_id"].combine_chunks())[by_user.items(places)]
+    rows = codes.rows_of(tables.items["item_id"].combine_chunks())[by_user.items[places]]
     histories = [rows[start:stop] for start, stop in pairwise(starts)]
     return [history[history >= 0] for history in histories]
 

@@ -56,8 +56,8 @@ def distinct_ids(interactions: pa.Table, name: str, scratch: Path | None = None)
 
 
 def parts_of(num_rows: int) -> Iterator[slice]:
-    """Slices of rows, to limit memory: numpy copies an array that it counts, or indexes by, to 64 bits."""
-    return (slice(start, start + ROWS_AT_ONCE) for start in range(0, num_rows, ROWS_AT_ONCE))
+    """Slices of rows, at least one, to limit memory: numpy copies an array that it counts or indexes by to 64 bits."""
+    return (slice(start, start + ROWS_AT_ONCE) for start in range(0, max(num_rows, 1), ROWS_AT_ONCE))
 
 
 def count_codes(codes: np.ndarray, num_codes: int) -> np.ndarray:

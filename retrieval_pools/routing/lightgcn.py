@@ -168,12 +168,12 @@ def _folded_pairs(
     `number_of` is the number of each column among those used, int64; -1: the column is not used.
     """
 
-    def pairs() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def pairs() -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
         for part in parts_of(len(rows)):
             are_in = is_folded[rows[part]] & (number_of[columns[part]] >= 0)
-            yield rows[part][are_in], number_of[columns[part][are_in]]
+            yield rows[part][are_in], [number_of[columns[part][are_in]].astype(np.uint32)]
 
-    starts, numbers = by_code(pairs, len(is_folded), files)
+    starts, (numbers,) = by_code(pairs(), len(is_folded), len(rows), files.folder)
     inner = np.searchsorted(starts, np.arange(FOLDED_AT_ONCE, starts[-1], FOLDED_AT_ONCE))
     for first, stop in pairwise(np.unique([0, *inner, len(is_folded)]).tolist()):
         places = first + np.flatnonzero(is_folded[first:stop])

@@ -8,6 +8,7 @@ from entities import iter_entities
 
 from laserbatch.pipeline.knowledge import histories
 from laserbatch.pipeline.tables.read import Tables
+from laserbatch.retrieval_pools import mapped
 from laserbatch.retrieval_pools.mapped import MappedFiles
 
 DAY = datetime.datetime(2025, 1, 1, tzinfo=datetime.UTC)
@@ -52,9 +53,10 @@ def test_histories_are_the_same_whatever_is_put_in_order_at_once(monkeypatch, tm
             expected[rows[event["user_id"]]].append(place)
     for rows_at_once in (1, 7, 1000):
         monkeypatch.setattr(histories, "ROWS_AT_ONCE", rows_at_once)
-        made = histories.Histories(tables)
+        monkeypatch.setattr(mapped, "ROWS_AT_ONCE", 3 * rows_at_once)
+        made = histories.Histories(tables, {"row": lambda at: np.arange(at.start, at.stop)})
         places, starts = made.newest(np.arange(11), 1000)
-        events = made._rows[places].tolist()
+        events = made.columns["row"][places].tolist()
         assert [events[start:stop] for start, stop in pairwise(starts.tolist())] == expected
 
 

@@ -135,7 +135,7 @@ def test_histories_are_shortened_as_one_event_after_another_would_be(options):
         pa.table({"item_id": range(12), "title": ["x"] * 12}),
         pa.table({"user_id": user, "item_id": item, "timestamp": pa.array(times, pa.timestamp("us"))}),
     )
-    histories = Histories(tables)
+    histories = Histories(tables, {"time": lambda at: times[at]})
     places, starts = histories.chosen(np.arange(9), columns)
     for user_row in range(9):
         events, shown = [(int(item[row]), int(times[row])) for row in np.flatnonzero(user == user_row)], []
@@ -150,7 +150,7 @@ def test_histories_are_shortened_as_one_event_after_another_would_be(options):
             if drawn < 0.5 ** (rank / options.get("half_life", 1e9)):
                 shown.append(what)
             rank += 1
-        assert histories.items(places[starts[user_row] : starts[user_row + 1]]).tolist() == shown[:6][::-1]
+        assert histories.items[places[starts[user_row] : starts[user_row + 1]]].tolist() == shown[:6][::-1]
 
 
 @pytest.mark.parametrize(
