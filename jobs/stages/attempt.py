@@ -61,6 +61,8 @@ def newest_attempt(
     exists = run.is_finished or run.manifest_path.exists()
     manifest = RunManifest.load(run.manifest_path) if exists else None
     attempt = Attempt(run, edition, manifest)
+    if manifest is None and run.run_id in workspace.publication.rolled_back():  # its folder is away
+        return Attempt(workspace.run(make_run_id(date, identity, edition + 1)), edition + 1, None)
     if manifest is None:
         return attempt
     changed = tuple(changed_inputs(manifest.origin.inputs, inputs))
@@ -79,9 +81,13 @@ def newest_attempt(
 
 
 def newest_edition(workspace: Workspace, date: datetime.date, identity: Mapping[str, Any]) -> int:
-    """The highest edition among the runs of a date and of settings with `identity`; 1 if there is no run."""
+    """The highest edition among the runs of a date and of settings with `identity`; 1 if there is no run.
+
+    A run that was rolled back counts also if its folder is away, so that its id names no other run.
+    """
     first = make_run_id(date, identity)
-    tails = [run.run_id.removeprefix(f"{first}-") for run in workspace.runs() if run.run_id.startswith(f"{first}-")]
+    run_ids = [*(run.run_id for run in workspace.runs()), *workspace.publication.rolled_back()]
+    tails = [run_id.removeprefix(f"{first}-") for run_id in run_ids if run_id.startswith(f"{first}-")]
     return max((int(tail) for tail in tails if tail.isdecimal()), default=1)
 
 

@@ -255,6 +255,6 @@ class Publication:
         if not self.workspace.run(run_id).is_finished:
             raise WorkspaceError(f"run {run_id} has no _SUCCESS, so it cannot be published; finish it first.")
         before = [other for other in dict.fromkeys(before) if other != run_id][:MAX_REMEMBERED]
-        rolled_back = [other for other in dict.fromkeys(rolled_back) if self.workspace.run(other).root.is_dir()]
+        rolled_back = list(dict.fromkeys(rolled_back))  # also those whose folder is away: it can come back
         for path in (self._pointer_copy, self._pointer):
             write_json({"run_id": run_id, "before": before, "rolled_back": rolled_back}, path)

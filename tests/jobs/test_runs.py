@@ -8,6 +8,7 @@ import pytest
 from manifests import manifest_of
 from night_world import run_here
 
+from laserbatch.jobs.stages.attempt import newest_attempt, newest_edition
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
 from laserbatch.pipeline.storage.workspace import Workspace
 
@@ -165,6 +166,16 @@ def test_a_published_run_that_was_deleted_by_hand_is_rolled_back_from(workspace,
         workspace.publication.publish(run_id)
     (workspace.run(ids[1]).success_path).unlink()
     assert run_runs(workspace, capfd, "rollback")["published"] == ids[0]
+
+
+def test_a_rolled_back_run_whose_folder_is_away_does_not_lend_its_id_to_a_new_run(workspace, tmp_path):
+    ids, date = [run_of(workspace, day) for day in (1, 2)], datetime.date(2025, 3, 2)
+    for run_id in ids:
+        workspace.publication.publish(run_id)
+    workspace.publication.roll_back()
+    workspace.run(ids[1]).root.rename(tmp_path / "away")
+    assert newest_attempt(workspace, date, {}, {}).run.run_id == f"{ids[1]}-2"
+    assert newest_edition(workspace, date, {}) == 1
 
 
 def test_old_runs_are_removed_but_none_that_somebody_needs(workspace, capfd):

@@ -240,6 +240,19 @@ def test_what_was_taken_back_and_what_was_built_on_it_unseen_is_not_built_on(wor
     assert workspace.publication.not_built_on() == {bad}
 
 
+def test_a_run_that_is_rolled_back_while_its_folder_is_away_comes_back_rolled_back(workspace, tmp_path):
+    first, bad = "2025-03-01-aaaaaaaa", "2025-03-02-aaaaaaaa"
+    for run_id in (first, bad):
+        finish(workspace, run_id)
+        workspace.publication.publish(run_id)
+    workspace.run(bad).root.rename(tmp_path / "away")
+    assert workspace.publication.roll_back() == first
+    finish(workspace, "2025-03-03-aaaaaaaa", bad)  # built on it
+    (tmp_path / "away").rename(workspace.run(bad).root)
+    assert workspace.publication.rolled_back() == [bad]
+    assert [run.run_id for run in workspace.finished_runs()] == [first]
+
+
 def test_a_pointer_to_nothing_is_an_error_not_an_empty_answer(workspace):
     write_json({"run_id": "2025-03-01-aaaaaaaa"}, workspace.root / "published.json")
     with pytest.raises(WorkspaceError, match=r"not there or not finished.*runs rollback"):
