@@ -145,6 +145,7 @@ def compare(
     later_tables = open_tables(tables or of_run.required_path, of_run.keep_duplicates)
     runs, verifier = night.workspace.runs_up_to(night.run), night.settings.decoding.verifier
     night.run.require_features(night.manifest.features, compare_bytes=True)
+    night.run.plain.require_features(night.manifest.plain_features, compare_bytes=True)
     figures = compare_ctr(night.run.root, later_tables, night.date, verifier, settings, runs)
     if as_json:
         summary({"run_id": night.run.run_id, **asdict(figures)}, as_json=True)

@@ -124,6 +124,7 @@ def judge_first(
             date = datetime.date.fromisoformat(run.date)
             if (manifest := unless_damaged(run.load_manifest)) is not None:
                 run.require_features(manifest.features, compare_bytes=True)
+                run.plain.require_features(manifest.plain_features, compare_bytes=True)
             try:
                 figures = compare_ctr(run.root, tables, date, verifier, settings, workspace.runs_up_to(run))
             except NothingToJudge as error:

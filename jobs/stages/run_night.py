@@ -170,7 +170,7 @@ def encode_and_build_pools(night: Night, workers: NightWorkers) -> None:
                 night.run.root, encoding, night.previous, fields=fields, start_cluster=workers.cluster
             )
             if night.settings.night.compare_with_plain:
-                encode_run(
+                night.manifest.plain_features = encode_run(
                     night.run.plain.root, encoding, codes_of=night.run, fields=fields, start_cluster=workers.cluster
                 )
         with stage(night.manifest, "pools"):

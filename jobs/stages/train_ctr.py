@@ -135,6 +135,7 @@ def features_of(night: Night, features: FeatureName) -> FeatureSet | None:
             f"{folder} is missing: run {night.run.run_id} has no features of plain texts. Give a run of a night with "
             "`night.compare_with_plain: true`, or --features own"
         )
+    night.run.plain.require_features(night.manifest.plain_features, compare_bytes=True)
     return read_feature_set(folder)
 
 

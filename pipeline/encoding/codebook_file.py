@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from laserbatch.pipeline.encoding.codebook import Codebook, Level, digests, fit_codebook, followed
 from laserbatch.pipeline.encoding.schema import LEVELS, vector_column, vectors_of
-from laserbatch.pipeline.encoding.vector_files import NewVectors, VectorFiles, VectorReader
+from laserbatch.pipeline.encoding.vector_files import NewVectors, VectorFiles, VectorReader, require_sha256
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.atomic import atomic_path
 from laserbatch.pipeline.storage.parquet import iter_parquet, read_parquet, write_parquet
@@ -136,10 +136,14 @@ def write_codebook(codebook: Codebook, path: Path, side: str, dim: int) -> None:
 
 @dataclass(frozen=True)
 class KnownCodesTask:
-    """Writes the digests and codes of those vectors of a feature file that are among the new ones."""
+    """Writes the digests and codes of those vectors of a feature file that are among the new ones.
+
+    Raises WorkspaceError if the file differs from its checksum (None: not known).
+    """
 
     new: NewVectors
     features: Path
+    sha256: str | None
     path: Path
 
     @property
@@ -151,6 +155,8 @@ class KnownCodesTask:
         return [self.path]
 
     def run(self) -> None:
+        if self.sha256 is not None:
+            require_sha256(self.features, self.sha256)
         tables = [_KNOWN_CODES.empty_table()]
         for batch in iter_parquet(self.features, ["vector", *LEVELS]):
             of_rows = pa.array(digests(vectors_of(batch)))

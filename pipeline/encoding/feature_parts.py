@@ -16,9 +16,8 @@ import pyarrow.parquet as pq
 
 from laserbatch.pipeline.encoding.codebook_file import Coding, read_codebook
 from laserbatch.pipeline.encoding.schema import days_valid, feature_schema, moments, vector_column
-from laserbatch.pipeline.encoding.vector_files import VectorFiles, VectorReader
-from laserbatch.pipeline.errors import WorkspaceError
-from laserbatch.pipeline.storage.atomic import link_file, sha256_file
+from laserbatch.pipeline.encoding.vector_files import VectorFiles, VectorReader, require_sha256
+from laserbatch.pipeline.storage.atomic import link_file
 from laserbatch.pipeline.storage.figures import FeatureFile
 from laserbatch.pipeline.storage.parquet import iter_parquet, iter_range, num_rows_of, write_parquet
 
@@ -89,10 +88,7 @@ class PartTask:
     def run(self) -> WrittenPart:
         """Write the file. Raises WorkspaceError if an earlier file is not as it was written."""
         for path, sha256 in self.checksums.items():
-            if sha256_file(path) != sha256:
-                raise WorkspaceError(
-                    f"{path} is damaged or was changed: its SHA-256 is not {sha256[:12]}..., as its run recorded it"
-                )
+            require_sha256(path, sha256)
         id_type = pq.read_schema(self.rows).field(f"{self.side}_id").type
         schema = feature_schema(self.side, id_type, self.vectors.new.dim)
         clusters: set[int] = set()

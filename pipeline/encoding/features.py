@@ -7,7 +7,7 @@ would bring the history itself into the features.
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -101,6 +101,7 @@ class FeatureWriter:
         side, with_codes = self.side, codes_of or (None if earlier is None else earlier.run)
         if earlier is not None:
             earlier.run.require_features({side: earlier.figures})
+            earlier.run.require_centroids(side, earlier.figures)
         scratch = self.run.root / VECTORS_FOLDER
         scratch.mkdir(parents=True, exist_ok=True)
         known = None if earlier is None else earlier.path
@@ -110,7 +111,8 @@ class FeatureWriter:
             with_codes = with_codes if codebook.is_for(self.settings.num_clusters, CLUSTER_SEED) else None
         encoder = self.load_encoder(texts.num_new)
         vectors, rows = self._encode(texts, earlier, encoder)
-        coding = self._code(rows, vectors, with_codes, codes_of is not None or not texts.num_new, encoder)
+        checksums = {} if earlier is None else earlier.checksums
+        coding = self._code(rows, vectors, with_codes, checksums, codes_of is not None or not texts.num_new, encoder)
         link_file(coding.codebook, self.run.centroids_path(side))
         with atomic_folder(self.run.features_folder(side), overwrite=True) as parts_folder:
             tasks = self._part_tasks(texts, earlier, rows, vectors, coding, parts_folder)
@@ -126,6 +128,7 @@ class FeatureWriter:
             encoder=self.encoder_id,
             codebook=read_codebook(coding.codebook).key,
             fields=tuple(self.fields),
+            centroids_sha256=sha256_file(self.run.centroids_path(side)),
         )
 
     def _encode(
@@ -158,9 +161,18 @@ class FeatureWriter:
         return digest.hexdigest()[:32]
 
     def _code(
-        self, rows: Path, vectors: VectorFiles, with_codes: RunFolder | None, is_final: bool, encoder: PartsEncoder
+        self,
+        rows: Path,
+        vectors: VectorFiles,
+        with_codes: RunFolder | None,
+        checksums: Mapping[Path, str],
+        is_final: bool,
+        encoder: PartsEncoder,
     ) -> Coding:
-        """Make the codebook, from that of the run `with_codes` (None: a new one), unchanged if that one `is_final`."""
+        """Make the codebook, from that of the run `with_codes` (None: a new one), unchanged if that one `is_final`.
+
+        `checksums` are those of an earlier run's feature files.
+        """
         side, num_clusters, folder = self.side, self.settings.num_clusters, vectors.new.folder
         if with_codes is None:
             coding, task_vectors, before, known = Coding(folder / "codebook.parquet", None), vectors, None, []
@@ -169,7 +181,7 @@ class FeatureWriter:
             coding = Coding(before if is_final else folder / "codebook.parquet", folder / "codes.npy")
             task_vectors = replace(vectors, earlier=())
             files = parquet_files(with_codes.features_path(side)) if vectors.new.num_rows else []
-            known = [KnownCodesTask(vectors.new, path, folder / f"known-{number:05}.parquet")
+            known = [KnownCodesTask(vectors.new, path, checksums.get(path), folder / f"known-{number:05}.parquet")
                      for number, path in enumerate(files)]  # fmt: skip
             encoder.run_tasks(known)
         paths = tuple(task.path for task in known)

@@ -124,9 +124,10 @@ def feature_versions(runs: Sequence[RunFolder], of_plain: bool = False) -> Itera
             compared = _built_on(list(features)[-1], manifests.values())
             other_codes = {run_id for run_id, figures in features.items() if figures.codebook != newest.codebook}
             other_codes |= features.keys() - compared
-            for run in () if of_plain else manifests:
+            for run, manifest in manifests.items():
                 if run.run_id in features:
-                    run.require_features({side: features[run.run_id]}, compare_bytes=True)
+                    folder, recorded = (run.plain, manifest.plain_features) if of_plain else (run, manifest.features)
+                    folder.require_features({side: recorded[side]} if side in recorded else {}, compare_bytes=True)
             versions[side] = read_versions({run_id: files[run_id] for run_id in features}, side, scratch, other_codes)
         yield versions
 

@@ -237,6 +237,7 @@ class FeatureFigures:
     encoder: str
     codebook: str  # cluster ids of runs can be compared if it is the same
     fields: tuple[str, ...] | None = None  # parts of answers that were encoded; empty: whole texts; None: not recorded
+    centroids_sha256: str | None = None  # None: not recorded
 
     @property
     def num_rows(self) -> int:

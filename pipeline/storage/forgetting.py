@@ -100,10 +100,24 @@ def forget_in_run(run: RunFolder, files: Mapping[str, int], ids: Ids) -> int:
         shown = audited["cases"]
         audited["cases"] = [case for case in shown if str(case["entity_id"]) not in ids[side]]
         num_samples += len(shown) - len(audited["cases"])
-    _update({name: part for name, part in manifest.items() if name != "plain"}, run_sums)
-    _update(manifest.get("plain"), plain_sums)
+    of_plain = ("plain", "plain_features")
+    _update({name: part for name, part in manifest.items() if name not in of_plain}, run_sums)
+    _update([manifest.get(name) for name in of_plain], plain_sums)
     _write_if_changed(manifest, run.manifest_path)
+    _sum_centroids(run, [side for side in SIDES if ids[side]])
     return num_samples
+
+
+def _sum_centroids(run: RunFolder, sides: Iterable[Side]) -> None:
+    """Update the recorded checksums of the files of centroids, unless the manifest is damaged."""
+    manifest = unless_damaged(partial(read_json, run.manifest_path), {})
+    for name, folder in (("features", run), ("plain_features", run.plain)):
+        for side in sides:
+            figures, path = manifest.get(name, {}).get(side, {}), folder.centroids_path(side)
+            if figures.get("centroids_sha256") and path.exists():
+                figures["centroids_sha256"] = sha256_file(path)
+    if manifest:
+        _write_if_changed(manifest, run.manifest_path)
 
 
 def _owners(path: Path, root: Path) -> list[tuple[str, Side]]:
@@ -146,6 +160,7 @@ def leave_inherited_clusters(run: RunFolder, vectors: Mapping[Side, set[bytes]])
         for folder in (run, run.plain) if known else ():
             if (read := _Codebook.read(folder, side)) is not None:
                 read.move(np.array([row.tobytes() in known for row in read.values]))
+    _sum_centroids(run, [side for side, known in vectors.items() if known])
 
 
 @dataclass(frozen=True)

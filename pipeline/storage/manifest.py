@@ -124,6 +124,7 @@ class RunManifest:
     origin: RunOrigin
     generation: Generation = field(default_factory=Generation)
     features: dict[Side, Annotated[FeatureFigures, BeforeValidator(_with_parts)]] = field(default_factory=dict)
+    plain_features: dict[Side, FeatureFigures] = field(default_factory=dict)  # paths are relative to the folder `plain`
     pools_built: dict[Side, PoolBuilt] = field(default_factory=dict)
     judgement: Judgement = field(default_factory=Judgement)
     stages: dict[str, float] = field(default_factory=dict)  # wall time in seconds, over all attempts

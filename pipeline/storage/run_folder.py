@@ -89,6 +89,11 @@ class RunFolder:
         return RunFolder(self.root / "plain")
 
     @property
+    def _owner(self) -> "RunFolder":
+        """The run itself, also of its folder `plain`."""
+        return RunFolder(self.root.parent) if self.root.name == "plain" else self
+
+    @property
     def is_finished(self) -> bool:
         """Whether `_SUCCESS` is there: every other file is then final."""
         return self.success_path.exists()
@@ -123,9 +128,9 @@ class RunFolder:
         for side, figures in features.items():
             listed = {part.file for part in figures.parts}
             actual = {path.relative_to(self.root).as_posix() for path in parquet_files(self.features_path(side))}
-            expected = f"expected the {len(listed)} files of {side} features that {self.manifest_path} lists"
+            expected = f"expected the {len(listed)} files of {side} features that {self._owner.manifest_path} lists"
             again = "Restore it from a copy, or make features again: "
-            again += f"`laserbatch nightly --date {self.date} --force`."
+            again += f"`laserbatch nightly --date {self._owner.date} --force`."
             if missing := sorted(listed - actual):
                 raise WorkspaceError(f"{self.root / missing[0]} is missing; {expected}. {again}")
             if added := sorted(actual - listed):
@@ -136,6 +141,11 @@ class RunFolder:
                     raise WorkspaceError(f"{rows}; {expected}. {again}")
                 if compare_bytes:
                     self._require_sha256(path, part.sha256)
+
+    def require_centroids(self, side: Side, figures: FeatureFigures) -> None:
+        """Raise WorkspaceError if the file of centroids is missing or differs from what the run recorded, if it did."""
+        if figures.centroids_sha256 is not None:
+            self._require_sha256(self.centroids_path(side), figures.centroids_sha256)
 
     def require_whole(self, compare_bytes: bool = False) -> None:
         """Raise WorkspaceError if a file with its entities is missing or, if compared, differs from what it wrote."""
@@ -152,6 +162,8 @@ class RunFolder:
             if compare_bytes:
                 self.require_unchanged_texts(side)
         self.require_features(manifest.features, compare_bytes)
+        for side, figures in manifest.features.items():
+            self.require_centroids(side, figures)
 
     def require_unchanged_texts(self, side: Side) -> None:
         """Raise WorkspaceError if a file of texts differs from what the run wrote, or does not belong to the run."""
@@ -165,10 +177,12 @@ class RunFolder:
             self._require_sha256(path, checksums[path])
 
     def _require_sha256(self, path: Path, sha256: str) -> None:
-        if sha256_file(path) != sha256:
+        if not path.exists() or sha256_file(path) != sha256:
+            fault = f"is damaged or was changed: its SHA-256 is not {sha256[:12]}..., as the run recorded it"
+            run = self._owner
             raise WorkspaceError(
-                f"{path} is damaged or was changed: its SHA-256 is not {sha256[:12]}..., as the run recorded it. "
-                f"Restore it from a copy, or move {self.root} away and run {self.date} again."
+                f"{path} {fault if path.exists() else 'is missing'}. Restore it from a copy, or move {run.root} away "
+                f"and run {run.date} again."
             )
 
     def centroids_path(self, side: Side) -> Path:

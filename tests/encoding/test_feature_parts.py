@@ -164,6 +164,39 @@ def test_vectors_of_a_file_that_was_written_again_are_not_taken_over(world, is_w
     assert f"{said}{path} is damaged or was changed: its SHA-256 is not" in capsys.readouterr().err
 
 
+def test_codes_and_centroids_that_were_written_again_are_not_taken_over(world, capsys):
+    first, figures = world.night(1)
+    path = sorted(first.features_folder("user").iterdir())[2]
+    rows, as_written = read_parquet(path), path.read_bytes()
+    place = rows.schema.get_field_index("cluster_id")
+    write_parquet(rows.set_column(place, rows.schema.field(place), pa.array([9] * len(rows), pa.int32())), path)
+    for number, user in enumerate(rows["user_id"].to_pylist()):
+        world.texts[user] = (world.texts[user][0], f"anew {number}")  # no row of the file is used, but its codes are
+    run, _ = world.night(2)
+    assert 9 not in read_parquet(run.features_path("user"))["cluster_id"].to_pylist()
+    assert f"{path} is damaged or was changed" in capsys.readouterr().err
+
+    path.write_bytes(as_written)
+    centroids = first.centroids_path("user")
+    table = read_parquet(centroids)
+    write_parquet(table.set_column(2, table.schema.field(2), pa.array([1] * len(table), pa.int64())), centroids)
+    world.nights = [first]
+    assert world.night(3)[1].num_encoded == 20
+    assert f"{centroids} is damaged or was changed" in capsys.readouterr().err
+    with pytest.raises(WorkspaceError, match=f"{centroids} is damaged"):
+        first.require_centroids("user", figures)
+
+
+def test_a_damaged_file_of_plain_features_is_named_with_its_run(world):
+    first, figures = world.night(1)
+    first.plain.root.mkdir()
+    (first.root / "features").rename(first.plain.root / "features")
+    path, other = sorted(first.plain.features_folder("user").iterdir())[:2]
+    path.write_bytes(other.read_bytes())
+    with pytest.raises(WorkspaceError, match=rf"{path} is damaged .*move {first.root} away and run 2025-03-01 again"):
+        first.plain.require_features({"user": figures}, compare_bytes=True)
+
+
 @pytest.mark.parametrize(("num_rows", "match"), [(3, "has 3 rows, not 4"), (None, "damaged")])
 def test_a_file_that_lost_rows_or_is_damaged_is_named(world, num_rows, match, capsys):
     first, figures = world.night(1)

@@ -186,7 +186,9 @@ def test_a_run_is_encoded_side_by_side_and_again_to_the_same_bytes(tiny_encoder,
     assert section["user"].codebook.startswith("2-0-")
     (part,) = section["user"].parts
     assert (part.file, part.num_rows) == ("features/user/00000.parquet", 3)
-    assert replace(section["user"], parts=(), encoder="", codebook="", fields=None) == FeatureFigures(
+    assert replace(
+        section["user"], parts=(), encoder="", codebook="", fields=None, centroids_sha256=None
+    ) == FeatureFigures(
         parts=(),
         dim=32,
         centroids="features/user-centroids.parquet",

@@ -236,9 +236,10 @@ def _check_sums(workspace: Path) -> None:
         for side, figures in manifest.generation.sides.items():
             assert figures.num_entities == {"user": 4, "item": 3}[side]
             assert figures.num_quarantined == sum(figures.quarantine_reasons.values())
-            for part in manifest.features[side].parts:
-                path = run / part.file
-                assert (atomic.sha256_file(path), pq.read_metadata(path).num_rows) == (part.sha256, part.num_rows)
+            own = RunFolder(run)
+            for folder, features in ((own, manifest.features), (own.plain, manifest.plain_features)):
+                folder.require_features({side: features[side]}, compare_bytes=True)
+                folder.require_centroids(side, features[side])
 
 
 def killed(folder: Path, num_done: int) -> int:
