@@ -16,7 +16,7 @@ def _is_rule(text: str) -> str:
     try:
         LabelRule.parse(text)
     except CtrError as error:
-        raise ValueError(str(error)) from None
+        raise ValueError(str(error).removeprefix("ctr.label: ")) from None  # validation names the key
     return text
 
 

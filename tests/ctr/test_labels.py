@@ -7,6 +7,7 @@ from ctr_world import AS_OF
 from pydantic import ValidationError
 
 from laserbatch.ctr.dataset import build_dataset
+from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.labels import LabelRule, sample_negatives
 from laserbatch.ctr.log import read_log
 from laserbatch.ctr.settings import CtrSettings
@@ -35,8 +36,10 @@ def test_rules_say_which_rows_are_positives_and_what_is_null_is_unknown(rule, va
     "rule", ["", "rating >=", "rating >= four", "rating >= 4 or clicked", "__import__('os').system('x')", "f(rating)"]
 )
 def test_what_is_no_rule_is_refused_where_settings_are_read(rule):
-    with pytest.raises(ValidationError, match=r"ctr\.label"):
+    with pytest.raises(ValidationError, match=r"Value error, ['\"]"):
         CtrSettings(label=rule)
+    with pytest.raises(CtrError, match=r"^ctr\.label: "):
+        LabelRule.parse(rule)
 
 
 def test_rows_without_a_label_are_left_out_unless_the_rule_asks_for_them(world, caplog):
