@@ -30,9 +30,11 @@ class _KeyTwice(yaml.YAMLError):
 class _UniqueKeys(yaml.SafeLoader):
     def compose_mapping_node(self, anchor) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        lines: dict[tuple[str, str], int] = {}
+        lines: dict[Any, int] = {}
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            name, line = (key.tag, key.value), key.start_mark.line + 1
+            is_merge = key.tag == "tag:yaml.org,2002:merge"
+            name = key.tag if is_merge else self.construct_object(key)  # 16 and 0x10 are the same
+            line = key.start_mark.line + 1
             if name in lines:
                 raise _KeyTwice(f"{key.value} twice, in lines {lines[name]} and {line}")
             lines[name] = line

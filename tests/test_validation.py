@@ -14,6 +14,8 @@ from laserbatch.pipeline.validation import read_yaml
     [
         ("a: 1\nb: 2\na: 3\n", "the key a twice, in lines 1 and 3; keep one of them"),
         ("a:\n  b: 1\n  c: {d: 1, d: 2}\n", "the key d twice, in lines 3 and 3"),
+        ("a: {yes: 1, true: 2}\n", "the key true twice, in lines 1 and 1"),
+        ("a:\n  0x10: 1\n  16: 2\n", "the key 16 twice, in lines 2 and 3"),
         ("a: [{b: 1}, {b: 2, b: 3}]\n", "the key b twice, in lines 1 and 1"),
     ],
 )
