@@ -22,6 +22,7 @@ EXAMPLE = (
     "steps: [{batch_size: 16, num_tokens: 16, seconds: 0.0043}, {batch_size: 16, num_tokens: 256, seconds: 0.0064}]"
 )
 PLAIN = Budget(0, 1.0)
+OFF = "turned off in the configuration"
 MIN_GAIN = 1.1  # with less predicted gain, plain decoding is safer: measured gains were 10 to 35 % below predictions
 AS_GOOD = 0.995  # share of the best predicted speed that counts as equally fast
 # Highest threshold under a relaxed rule. A text then follows its drafts, which replays of fixed texts cannot show: they
@@ -78,6 +79,8 @@ def side_budget(decoding: DecodingSettings, pool, step_cost: StepCost | None, sh
         return ChosenBudget(budget, BudgetForecast("vLLM's proposer chooses at every step"))
     if decoding.engine == "endpoint":
         return ChosenBudget(PLAIN, BudgetForecast("a server writes the texts"))
+    if not decoding.drafters:
+        return ChosenBudget(PLAIN, BudgetForecast(OFF))
     if step_cost is None:
         return configured_budget(Budget.of(decoding), pool, decoding.drafters, share_changed)
     batch_size, sources = known_batch_size(step_cost, decoding.batch_size), decoding.drafters
@@ -86,8 +89,8 @@ def side_budget(decoding: DecodingSettings, pool, step_cost: StepCost | None, sh
         is_checked = any(drafter_plugin(name).is_calibrated for name in decoding.plugin_drafters)
         trust = 1.0 if is_checked else UNCHECKED_TRUST
         return _worth_its_price(step_cost, batch_size, trust, True, *configured)
-    if not sources or decoding.max_draft_tokens == 0:
-        return ChosenBudget(PLAIN, BudgetForecast("turned off in the configuration"))
+    if decoding.max_draft_tokens == 0:
+        return ChosenBudget(PLAIN, BudgetForecast(OFF))
     cells = _nearest(replayed_cells(pool, sources, share_changed), *configured)
     if decoding.verifier != "greedy" and decoding.min_acceptance is None:
         cells = [cell for cell in cells if cell.min_acceptance <= MAX_RELAXED_ACCEPTANCE]
@@ -97,6 +100,7 @@ def side_budget(decoding: DecodingSettings, pool, step_cost: StepCost | None, sh
         assert gain is not None
         if gain < MIN_GAIN and decoding.min_acceptance is None:
             reason = f"no budget is worth its cost: in replays the best is {gain:.2f} times as fast as plain decoding"
+            reason += _how_to_draft(decoding.max_draft_tokens)
             pace = plain_pace(pool, share_changed)
             return ChosenBudget(PLAIN, BudgetForecast(reason, step_cost.name, batch_size, pace, 0.0, 1.0))
         return replace(chosen, budget=chosen.budget.with_overrides(*configured))
@@ -219,6 +223,14 @@ def _worth_its_price(
         budget = Budget(UNCHECKED_SIZE, affordable[0])
     else:
         budget, facts = PLAIN, f"not worth drafting: {facts}"
+        facts += _how_to_draft(max_draft_tokens) if min_acceptance is None else ""
     if budget != PLAIN or min_acceptance is not None:
         budget = budget.with_overrides(max_draft_tokens, min_acceptance)
     return ChosenBudget(budget, BudgetForecast(facts, step_cost.name, batch_size))
+
+
+def _how_to_draft(max_draft_tokens: int | None) -> str:
+    """The end of a reason for plain decoding if the largest tree alone is configured."""
+    if max_draft_tokens is None:
+        return ""
+    return f"; max_draft_tokens {max_draft_tokens} is only a limit: set min_acceptance too to draft all the same"

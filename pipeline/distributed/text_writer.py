@@ -8,6 +8,7 @@ It knows no tables, templates or runs. docs/ray-data.md describes its use.
 
 import datetime
 import hashlib
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from laserbatch.pipeline.budget.choice import budget_step_cost, by_step, side_budget
+from laserbatch.pipeline.budget.choice import OFF, PLAIN, budget_step_cost, by_step, side_budget
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, tokenizer_folder
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
@@ -35,6 +36,8 @@ Columns = dict[str, np.ndarray]
 Tokens = str | Sequence[int] | np.ndarray
 _NONE = np.zeros(0, np.int64)
 NOTHING = GenerationResult("", _NONE, _NONE, "", "", 0, 0, 0, _NONE, _NONE)  # for a row that could not be written
+
+logger = logging.getLogger(__name__)
 
 
 class TextWriter:
@@ -153,8 +156,10 @@ class TextWriter:
         engine = self._engine
         step_cost = budget_step_cost(self._settings, lambda: engine.cached_step_cost() or engine.measured_step_cost())
         step_cost = step_cost and step_cost.at_context(prompt_tokens + self._settings.max_new_tokens / 2)
-        chosen = side_budget(self._settings, self._pool, step_cost, float(has_previous))
-        return by_step(self._settings, chosen).budget
+        chosen = by_step(self._settings, side_budget(self._settings, self._pool, step_cost, float(has_previous)))
+        if chosen.budget == PLAIN and chosen.forecast.reason != OFF:
+            logger.warning("drafting is off (%s)", chosen.forecast.reason)
+        return chosen.budget
 
     def _request(self, row: int, prompt: Tokens, previous: Tokens | None, group: str | None) -> GenerationRequest:
         """Raises RowError if the prompt is neither a text nor tokens, or cannot be encoded without control tokens."""

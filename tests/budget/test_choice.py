@@ -176,6 +176,20 @@ def test_where_nothing_was_replayed_only_what_is_likelier_than_its_price_is_draf
     assert choose_budget(cost(FREE, draft=looking), 1, filled).budget.max_draft_tokens == 16
 
 
+@pytest.mark.parametrize("has_replays", [True, False])
+def test_a_largest_tree_alone_that_is_not_drafted_is_named_in_the_reason(has_replays):
+    pool = pool_with() if has_replays else None
+    chosen = choose_budget(cost(STEEP), 1, pool, max_draft_tokens=8)
+    assert chosen.budget == PLAIN
+    assert "max_draft_tokens 8 is only a limit: set min_acceptance too" in chosen.forecast.reason
+    assert "max_draft_tokens" not in choose_budget(cost(STEEP), 1, pool).forecast.reason
+    assert choose_budget(cost(STEEP), 1, pool, max_draft_tokens=8, min_acceptance=0.1).budget == Budget(8, 0.1)
+
+
+def test_without_drafters_the_budget_is_that_of_plain_decoding():
+    assert side_budget(DecodingSettings(drafters=()), None, None, 0.0).budget == PLAIN
+
+
 def test_where_texts_are_few_the_dearest_number_of_draft_tokens_must_pay():
     """Here the first draft token of a step of 16 costs a tenth of it, and the others next to nothing."""
     points = {16: 0.01, 17: 0.011, 32: 0.0111, 1040: 0.02}

@@ -80,8 +80,8 @@ def test_prompts_may_be_token_ids_and_what_cannot_be_written_says_why(plain, mon
     chat_skeleton.cache_clear()
 
 
-def test_the_budget_is_chosen_by_steps_behind_prompts_as_long_as_those_of_the_first_batch(plain, monkeypatch):
-    write = TextWriter(device="cpu", verifier="greedy", max_new_tokens=24)
+def test_the_budget_is_chosen_by_steps_behind_prompts_as_long_as_those_of_the_first_batch(plain, monkeypatch, caplog):
+    write = TextWriter(device="cpu", verifier="greedy", max_new_tokens=24, max_draft_tokens=8)
     steps = tuple(StepPoint(batch_size=16, num_tokens=16 * size, seconds=0.01 * size) for size in (1, 9))
     cost, seen = StepCost(steps=steps, seconds_per_context_token=1e-6), []
     engine = mock.Mock(tokenizer=write._engine.tokenizer)
@@ -94,6 +94,7 @@ def test_the_budget_is_chosen_by_steps_behind_prompts_as_long_as_those_of_the_fi
     for _ in "twice":
         write({"prompt": prompts})
     assert seen == [cost.at_context(len(plain[0][0]) + 12)]
+    assert "drafting is off (not worth drafting" in caplog.text and "max_draft_tokens 8 is only a limit" in caplog.text
 
 
 def test_wrong_options_and_pools_of_another_tokenizer_are_refused(tmp_path):

@@ -57,7 +57,7 @@ def test_a_budget_is_chosen_once_and_read_back_by_a_resumed_run(world):
     [
         ("{max_draft_tokens: 8, min_acceptance: 0.2}", Budget(8, 0.2)),
         ("{max_draft_tokens: 0}", Budget(0, Budget().min_acceptance)),
-        ("{drafters: []}", Budget()),  # nothing to draft from: the number does not matter
+        ("{drafters: []}", Budget(0, 1.0)),
     ],
 )
 def test_nothing_is_measured_where_nothing_is_left_to_choose(world, decoding, expected):
