@@ -51,7 +51,7 @@ def asof(
     Example: `laserbatch features asof tables/interactions.parquet train.parquet --workspace workspace`
     """
     with feature_versions(open_workspace(config, workspace).finished_runs()) as versions:
-        num_without = dict.fromkeys(SIDES, 0)
+        num_without, unmatched = dict.fromkeys(SIDES, 0), set(SIDES)
         batches = iter_log(interactions, "interactions")
         first = next(batches)
         read_unit = unit or log_unit(interactions, lambda finding: say(str(finding)))
@@ -76,15 +76,33 @@ def asof(
                     first_row += batch.num_rows
                     columns = list(batch.columns)
                     for side, of_side in versions.items():
-                        rows = of_side.of(plain_ids(batch[f"{side}_id"]), days)
+                        ids = plain_ids(batch[f"{side}_id"])
+                        if side in unmatched and pc.any(pc.is_in(ids, value_set=of_side.ids)).as_py():
+                            unmatched.discard(side)
+                        rows = of_side.of(ids, days)
                         num_without[side] += int((rows < 0).sum())
                         columns += of_side.columns(rows)
                     bar.advance(batch.num_rows)
                     yield pa.record_batch(columns, schema=schema)
+                for side in sorted(unmatched) if first_row else ():
+                    _refuse_unknown_ids(interactions, side, first, versions[side], first_row)
 
             written = write_parquet(joined(), out, schema)
     without = {f"{side}s": number for side, number in num_without.items()}
     summary({"file": out, "rows": written.num_rows, "rows without features": without}, as_json)
+
+
+def _refuse_unknown_ids(log: Path, side: Side, first: pa.RecordBatch, versions: Versions, num_rows: int) -> None:
+    """Raise TableError because no row of a log has an id of a side's features, unless there are no features."""
+    if len(versions.ids):
+        found, expected = (
+            ", ".join(map(repr, pc.unique(ids.drop_null())[:3].to_pylist()))
+            for ids in (plain_ids(first[f"{side}_id"]), versions.ids)
+        )
+        raise TableError(
+            f"{log}, column {side}_id: none of {num_rows} rows has an id that is in the features; found ids such as "
+            f"{found}, expected ids such as {expected}. Write them as the {side}s table has them."
+        )
 
 
 @app.command()

@@ -110,6 +110,11 @@ def test_a_row_is_joined_with_what_was_known_before_its_day(workspace, tmp_path,
         ({"user_id": ["a"], "item_id": ["i"], "timestamp": [1], "user_vector": [0]}, "user_vector"),
         ({"user_id": ["a"], "item_id": ["i"], "timestamp": [1], "clicked": [0]}, "b.parquet has the columns"),
         (
+            {"user_id": ["A", None], "item_id": ["i"] * 2, "timestamp": [1741600000] * 2},
+            "log, column user_id: none of 2 rows has an id that is in the features; found ids such as 'A', expected ids"
+            " such as 'a', 'b', 'c'. Write",
+        ),
+        (
             {"user_id": ["a"] * 2, "item_id": pa.array([1, 2**63], pa.uint64()), "timestamp": [1] * 2},
             "log, row 1): the id is too large: 9223372036854775808; expected at most 9223372036854775807",
         ),
