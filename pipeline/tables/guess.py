@@ -46,8 +46,11 @@ ITEM_ID += r"paper|listing|rezept|kurs|libro|pelicula|producto|livre|produit)"
 ITEM_ID += r"(s|n|e)?" + _ID + r"|^iid$"
 # Other names of ids, which are ids of items if a file with titles has them.
 SOME_ID = r"[_ -](id|no|key|code|nr|nummer)$|(asin|sku|isbn|gtin|ean|uuid|guid)$"
+# Other names of `created_at`, if the values are times.
+CREATED = r"^(created|registered|signed_?up|angelegt|erstellt|registriert)([_ -](at|on|am))?$"
 SNIFFED_BYTES = 1 << 16
 PATH_SEPARATORS = (" > ", ">", "|", ";", "/")
+FREE_MARKS = (";", "/")  # also in sentences: a list of words has a word in several rows
 MAX_PART_CHARS = 40  # largest average length of the parts of a list of words; longer ones are sentences
 NO_LIST = re.compile(r"://|&#?\w+;|^\s*[\[{]|^\d+/\d+|</")  # a URL, an HTML entity, JSON, a date or fraction, markup
 
@@ -237,6 +240,12 @@ def _add_entities(guessed: GuessedMapping, table: str, source: SourceTable, colu
     part = _add_part(guessed, table, source, columns)
     used = {guess.value for guess in columns.values()}
     names = [name for name in source.head.column_names if name not in used]
+    created = [CREATED_AT] * (CREATED_AT in names) or [name for name in source.named(CREATED) if name in names]
+    for name in created[:1]:
+        time = guess_time(replace(source, head=source.head.select([name])), ())
+        if name == CREATED_AT or time.column.value is not None:
+            _add_time(guessed, (table, CREATED_AT), time)
+            names.remove(name)
     left_out = {
         name: f"of type {source.head[name].type}, not {ATTRIBUTE.expected}"
         for name in names if not ATTRIBUTE.accepts(source.head[name].type)
@@ -246,10 +255,6 @@ def _add_entities(guessed: GuessedMapping, table: str, source: SourceTable, colu
     personal = personal_columns(source.head, "user" if table == "users" else "item", usable)
     left_out |= {name: f"looks like {looks_like}" for name, looks_like in personal.items()}
     guessed.left_out[table] = left_out
-    if CREATED_AT in names:
-        alone = replace(source, head=source.head.select([CREATED_AT]))
-        _add_time(guessed, (table, CREATED_AT), guess_time(alone, ()))
-        names.remove(CREATED_AT)
     part["attributes"] = {}
     own = {ID_COLUMNS[table], *(["title"] if table == "items" else [])}  # names that an attribute cannot have
     for name in (name for name in names if name not in left_out):
@@ -312,6 +317,9 @@ def _separator(values: list) -> tuple[str, float] | None:
         num = sum(mark in text for text in texts)
         if num <= len(texts) / 2:
             continue
+        parts = [part for text in {*texts} for part in map(str.strip, text.split(mark)) if part]
+        if mark in FREE_MARKS and len(set(parts)) == len(parts):
+            return None
         lengths = [len(part) for text in texts for part in text.split(mark)]
         if sum(lengths) > MAX_PART_CHARS * len(lengths) or any(map(NO_LIST.search, texts)):
             return None

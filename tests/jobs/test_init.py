@@ -413,6 +413,19 @@ def test_columns_named_like_those_of_the_schema_are_imported(tmp_path, ids):
     assert str(tables.users["created_at"][1].as_py()).startswith("2024-02-01")
 
 
+@pytest.mark.parametrize("name", ["angelegt", "erstellt_am", "Registriert", "created on"])
+def test_other_names_of_created_at_and_notes_with_a_semicolon_are_guessed(tmp_path, name):
+    notes = ["mag Oper; hasst Lärm", None, "mag Oper; hasst Lärm"]
+    users = {"user_id": [1, 2, 3], name: ["01.02.2024", "13.02.2024", None], "notiz": notes}
+    items = {"item_id": [1, 2], "title": ["A", "B"], "tags": ["a;b", "b;c"], "angelegt": ["von Anna", "von Ben"]}
+    log = {"user_id": [1, 2], "item_id": [1, 1], "date": ["2025-01-02"] * 2}
+    write_exports(tmp_path / "exports", users=users, items=items, log=log)
+    mapping = guess_mapping(read_sources(tmp_path / "exports")).mapping
+    assert mapping["users"]["created_at"] == {"column": name, "unit": "%d.%m.%Y"}
+    assert mapping["users"]["attributes"] == {"notiz": "notiz"} and "created_at" not in mapping["items"]
+    assert mapping["items"]["attributes"] == {"tags": {"column": "tags", "separator": ";"}, "angelegt": "angelegt"}
+
+
 def test_days_that_could_be_months_are_said(tmp_path):
     log = {"user_id": [1, 2], "item_id": [1, 1], "date": ["01/02/2025", "03/04/2025"]}
     write_exports(tmp_path / "exports", items={"item_id": [1], "title": ["A"]}, log=log)
