@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from laserbatch.jobs.checks.result import CheckResult
-from laserbatch.jobs.formatting import count, decimal, format_counts, rate
+from laserbatch.jobs.formatting import count, decimal, format_counts, percent, rate
 from laserbatch.jobs.settings import SAMPLE_MODEL, Settings
 from laserbatch.pipeline.decoding.device_memory import num_stored_values
 from laserbatch.pipeline.decoding.drafters import NoDrafter
@@ -51,7 +51,6 @@ NUM_TEXTS = 16  # texts in the batch, half of them of each side
 SPEED_S = 4.0  # the speed of a text alone is measured for this long
 ENDPOINT_S = 30.0  # a server must answer within this time
 TEXTS_S = 60.0  # time limit of a text alone, and of the batch
-MIN_SHARE_VALID = 0.7  # share of valid texts below which the check warns; a night stops if most first texts fail
 
 
 class Task(NamedTuple):
@@ -225,6 +224,14 @@ def _speed(settings: Settings, measured: Mapping[int, Measured]) -> CheckResult:
 
 def _forms(engine: OwnEngine, settings: Settings, tasks: Sequence[Task], measured: Measured) -> Iterator[CheckResult]:
     """Yield a finding per side: the number of texts that a night would accept, and why it would refuse the others."""
+    from laserbatch.jobs.gates import MAX_UNUSABLE_SHARE
+    from laserbatch.jobs.stages.generate import max_share_failed
+
+    limits = (
+        f"A night stops if more than {percent(max_share_failed(settings))} of a side's first texts are rejected. It is "
+        f"not published if more than {percent(MAX_UNUSABLE_SHARE)} of a side's texts are, or "
+        f"{percent(settings.gates.max_failed_share)} of its entities are in quarantine"
+    )
     for side in SIDES:
         reasons, num_valid, num_tried = Counter[str](), 0, 0
         for place, task in enumerate(tasks):
@@ -250,8 +257,9 @@ def _forms(engine: OwnEngine, settings: Settings, tasks: Sequence[Task], measure
         message = f"{name}: {num_valid} of {num_ended} {side} texts have the requested form"
         message += f"; rejected: {refused}" * bool(refused)
         message += f"; {num_tried - num_ended} more had not {in_time}" * (num_ended < num_tried)
-        is_poor = num_valid < MIN_SHARE_VALID * num_ended
-        hint = "Take a larger model, or a template that asks for less, such as those of kar" if is_poor else None
+        is_poor = num_valid < (1 - MAX_UNUSABLE_SHARE) * num_ended
+        advice = ". Take a larger model, or a template that asks for less, such as those of kar" * is_poor
+        hint = f"{limits}{advice}" if refused else None
         yield CheckResult("form", "warning" if is_poor else "ok", message, hint)
 
 

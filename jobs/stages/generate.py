@@ -15,6 +15,7 @@ import pyarrow as pa
 from laserbatch.jobs.console import say
 from laserbatch.jobs.events import emit
 from laserbatch.jobs.formatting import format_counts
+from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.budgets import night_budgets
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, needs_a_model
 from laserbatch.jobs.stages.night import Night, means
@@ -230,13 +231,17 @@ class GenerationStage:
         return previous.records(rows, quarantined.type, is_stale=True) if len(rows) else None
 
 
+def max_share_failed(settings: Settings) -> float:
+    """The share of a side's first texts that may be rejected; the night stops if more are."""
+    return max(MAX_SHARE_UNUSABLE, settings.gates.max_failed_share)
+
+
 def require_usable_texts(night: Night, plan: SidePlan, finished: Mapping[str, ShardRecord]) -> None:
     """Stop a night if most of its first texts cannot be used. Raises RunFailed."""
     done = [finished[shard.name] for shard in plan.shards if shard.name in finished]
     num_failed = sum(record.num_quarantined for record in done)
     num_rows = sum(record.num_rows for record in done) + num_failed
-    most = max(MAX_SHARE_UNUSABLE, night.settings.gates.max_failed_share)
-    if num_rows < FIRST_TEXTS or num_failed <= most * num_rows:
+    if num_rows < FIRST_TEXTS or num_failed <= max_share_failed(night.settings) * num_rows:
         return
     night.run.merge_quarantine(plan.side, done, [], night.tables.entities(plan.side)[f"{plan.side}_id"].type)
     failed = night.run.read_quarantine(plan.side, ["entity_id", "reason"])

@@ -158,6 +158,8 @@ def test_texts_without_the_form_that_is_asked_for_are_counted_by_their_reasons(t
     assert [result["level"] for result in findings["form"]] == ["warning", "ok"]  # any text describes an item
     assert "hours" not in findings, "there are no tables"
     assert findings["form"][0]["found"].endswith("0 of 8 user texts have the requested form; rejected: unparsable (8)")
+    assert "stops if more than 50 % of a side's first texts are rejected" in findings["form"][0]["hint"]
+    assert "if more than 30 % of a side's texts are, or 5 % of its entities" in findings["form"][0]["hint"]
     assert "with prompts of the sample world" in findings["speed"][0]["found"]
     monkeypatch.setattr(trial, "TEXTS_S", 0.0)
     findings = about_model(capfd, "laserbatch.yaml", folder)
