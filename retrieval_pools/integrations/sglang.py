@@ -151,6 +151,8 @@ def _register() -> None:
 def require_pools(server_args: Any) -> None:
     """Open all that drafts need before a model loads; PoolError if a part is missing or has another tokenizer."""
     for settings in ProposerSettings.read():
+        if settings.step_cost is not None:
+            logger.warning("step_cost %s is not used: with SGLang all trees have one size", settings.step_cost)
         settings.open(server_args.tokenizer_path or server_args.model_path)
 
 

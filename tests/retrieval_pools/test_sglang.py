@@ -103,9 +103,16 @@ def test_a_text_that_is_begun_again_and_a_draft_that_fails_stop_no_batch(model):
     paths(tokens, is_above)
 
 
-def test_what_is_wrong_is_said_before_a_model_loads(model, tmp_path, monkeypatch):
+def test_what_is_wrong_is_said_before_a_model_loads(model, tmp_path, monkeypatch, caplog):
     arguments = SimpleNamespace(tokenizer_path=None, model_path=str(model))
     sglang.require_pools(arguments)
+    assert not caplog.text
+    settings = json.loads((tmp_path / "drafts.json").read_text())
+    (tmp_path / "drafts.json").write_text(json.dumps(settings | {"step_cost": "cost.json"}))
+    with pytest.raises(PoolError, match="no step cost"):
+        sglang.require_pools(arguments)
+    assert "cost.json is not used: with SGLang all trees have one size" in caplog.text
+    (tmp_path / "drafts.json").write_text(json.dumps(settings))
     (model / "tokenizer.json").write_text('{"another": 1}')
     with pytest.raises(PoolError, match="tokenizer"):
         sglang.require_pools(arguments)
