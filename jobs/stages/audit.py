@@ -40,6 +40,9 @@ TOO_FEW = (
     "Too few texts to compare with plain texts were written tonight. Without night.compare_with_plain a side needs "
     f"{MIN_PAIRS * MIN_TEXTS_PER_AUDITED} or more, and night.num_audited must be {MIN_PAIRS} or more."
 )
+PLAIN_FAILED = (
+    "Nothing to compare: plain decoding of the sampled prompts was tried, and each of its texts failed or was rejected."
+)
 
 
 def needs_audited_texts(night: Night) -> bool:
@@ -64,7 +67,7 @@ def audit_texts(night: Night, load_encoder: "Callable[[], TextEncoder]") -> Audi
         for side, sample in samples.items()
         if (figures := _audit(night, side, sample, encoder)) is not None
     }
-    return AuditFigures(reason if reason or sides else TOO_FEW, sides)
+    return AuditFigures(reason if reason or sides else PLAIN_FAILED if samples else TOO_FEW, sides)
 
 
 def remove_audited_texts(night: Night) -> None:

@@ -178,6 +178,13 @@ def test_a_night_that_has_nothing_to_compare_says_why_and_passes(lived, section,
     assert reason in gate_sentence(gate) and gate.verdict == "passes" and reason in render_page(night.manifest)
 
 
+def test_failed_plain_texts_are_not_called_too_few(lived):
+    night = changed(lived[0], "night")
+    night.manifest.judgement.audit = audit.audit_texts(night, Encoder)  # as if no plain text had been written
+    (gate,) = judge(_audited(night.manifest.judgement.audit), GateSettings())
+    assert "each of its texts failed or was rejected" in gate_sentence(gate)
+
+
 def test_plain_texts_that_are_there_already_are_compared_however_few(lived, settings):
     night = changed(lived[0], "night", compare_with_plain=True)
     night.manifest.generation.plain = plain_baseline.generate_plain(night, NightWorkers(settings.cluster))
