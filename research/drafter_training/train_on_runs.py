@@ -17,14 +17,16 @@ from laserbatch.pipeline.storage.scratch import ScratchFolder
 from laserbatch.research.drafter_training.texts import TrainingText
 from laserbatch.research.drafter_training.train import TrainingOptions, num_steps, train_drafter
 from laserbatch.research.drafters.options import Kind
-from laserbatch.research.drafters.trained import DrafterCard
+from laserbatch.research.drafters.trained import CARD_NAME, DrafterCard
+from laserbatch.research.learning import require_own_folder
 
 
 def train_on_runs(night: Night, kind: Kind, folder: Path, num_texts: int, epochs: int) -> DrafterCard:
     """Train a drafter for the model on the newest texts of a run and of earlier runs; see `train_drafter`.
 
-    Raises ConfigError if there are too few texts.
+    Raises ConfigError if there are too few texts, or, before any is read, other files in the folder.
     """
+    require_own_folder(folder, "drafter", CARD_NAME)
     torch.set_num_threads(usable_cores())  # fixed, since the bits of sums depend on the number of threads
     options = TrainingOptions(epochs=epochs, seed=night.settings.seed)
     texts = texts_of_runs(night, num_texts)

@@ -27,6 +27,7 @@ from laserbatch.research.drafter_training.method import judged
 from laserbatch.research.drafter_training.small import Small
 from laserbatch.research.drafter_training.texts import Target, TrainingText, held_back
 from laserbatch.research.drafter_training.train import TrainingOptions, small_config, train_drafter
+from laserbatch.research.drafter_training.train_on_runs import train_on_runs
 from laserbatch.research.drafters.eagle import EagleHead
 from laserbatch.research.drafters.trained import CARD_NAME, DrafterCard, layer_of
 
@@ -195,6 +196,12 @@ def test_a_killed_training_goes_on_to_the_same_bytes(texts, trained, tmp_path, m
 def test_too_few_texts_are_refused(texts, tmp_path):
     with pytest.raises(ConfigError, match="5 texts are too few to train a drafter on, at least 20"):
         train_drafter("medusa", SAMPLE_MODEL, texts[:5], tmp_path)
+
+
+def test_a_folder_of_other_files_is_refused_before_a_run_is_read(tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="holds other things than a drafter"):
+        train_on_runs(None, "small", tmp_path, 40, 1)
 
 
 def test_judgement_counts_chains(texts):
