@@ -80,8 +80,8 @@ class Pool:
         manifest = read_manifest(folder)
         if tokenizer_hash is not None and manifest.tokenizer_hash != tokenizer_hash:
             raise PoolError(
-                f"{folder} was built with the tokenizer {manifest.tokenizer_hash} (model {manifest.model_id}); "
-                f"expected {tokenizer_hash}: its token ids mean something else now. {OTHER_TOKENIZER}"
+                f"{folder} was built with the tokenizer {manifest.tokenizer_hash[:12]} (model {manifest.model_id}); "
+                f"expected {tokenizer_hash[:12]}: its token ids mean something else now. {OTHER_TOKENIZER}"
             )
         lying = _lying(folder)
         verify = verify and lying not in _VERIFIED
