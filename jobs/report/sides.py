@@ -99,7 +99,7 @@ def side_warnings(side: SideFigures) -> list[str]:
         warnings.append(
             f"{side.stats.acceptance_length:.2f} draft tokens were accepted per step, {1 - share:.0%} less than the "
             f"{side.forecast_acceptance:.2f} that the budget was chosen for (up to {MAX_SHARE_MISSING:.0%} less is "
-            "usual): the texts have changed since. The next night's budget is chosen from tonight's texts if pools "
+            "usual). The texts may have changed since. The next night's budget is chosen from tonight's texts if pools "
             "are built from them (`laserbatch pools rebuild`)"
         )
     return warnings

@@ -34,6 +34,7 @@ def test_only_notably_less_than_forecast_is_said(manifest, share, is_said):
     assert ("laserbatch pools rebuild" in page) is is_said
     assert "Draft budgets" in page and "the fastest in replays" in page
     if is_said:
+        assert "texts may have changed since" in counts["warning"]
         assert f"{1 - share:.0%} less" in counts["warning"] and f"{MAX_SHARE_MISSING:.0%}" in counts["warning"]
 
 
