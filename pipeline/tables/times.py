@@ -190,25 +190,26 @@ def integer_times(table: str, files: Sequence[Path]) -> tuple[dict[str, str], li
 
     A file that cannot be read is ignored here; whoever reads it reports the error.
     """
-    spans: dict[str, list[tuple[int, int]]] = {}
+    spans: dict[str, list[tuple[int, int, Path]]] = {}
     for path in files:
         with suppress(pa.ArrowException, OSError), pq.ParquetFile(path) as file:
             for field in file.schema_arrow:
                 is_integer_time = role_of(table, field.name) in (TIME, CREATED) and pt.is_integer(field.type)
                 if is_integer_time and (span := _span_in(file, field.name)):
-                    spans.setdefault(field.name, []).append(span)
+                    spans.setdefault(field.name, []).append((*span, path))
     units, findings = {}, []
     for column, of_files in spans.items():
-        low, high = min(low for low, _ in of_files), max(high for _, high in of_files)
+        low, _, low_file = min(of_files)
+        _, high, high_file = max(of_files, key=lambda span: span[1])
         unit, reading, expected = unit_of(low, high), other_reading(low, high), "a timestamp, or int64 unix seconds"
-        where = shown_path(files[0])
+        where, in_file = shown_path(low_file), f" (in {shown_path(high_file)})" if high_file != low_file else ""
         if unit not in (None, "s"):
             units[column] = unit
             message = f"the integers are read as {NAMES[unit]} since 1970 ({shown_span(low, high, unit)})"
             advice = "write timestamps if this is wrong"
             findings.append(Finding("inferred-unit", table, message, expected, advice, column, where, is_warning=True))
         elif reading:
-            message = f"the integers from {low} to {high} look like {reading}"
+            message = f"the integers from {low} to {high}{in_file} look like {reading}"
             advice = "write timestamps, or name the format in the mapping of `laserbatch data import`"
             findings.append(Finding("bad-timestamp", table, message, expected, advice, column, where))
     return units, findings

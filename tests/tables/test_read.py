@@ -19,6 +19,7 @@ from laserbatch.pipeline.tables.read import describe, find_exact_copies, read_ta
 from laserbatch.pipeline.tables.sampled import write_sample
 from laserbatch.pipeline.tables.schema import TIMESTAMP_TYPE, attribute_columns
 from laserbatch.pipeline.tables.streamed import open_tables
+from laserbatch.pipeline.tables.times import integer_times
 
 text_ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 int_ids = st.integers(-(2**63), 2**63 - 1)
@@ -313,6 +314,15 @@ def test_integers_that_are_dates_or_days_are_no_seconds(tmp_path, times, reading
     for read in (read_tables, lambda path: read_log(open_tables(path), "all")):
         with pytest.raises(TableError, match=message):
             read(path)
+
+
+def test_both_ends_of_a_span_of_dates_are_named_by_their_files(tmp_path):
+    files = [tmp_path / f"{number}.parquet" for number in range(3)]
+    for path, time in zip(files, (20240601, 20240531, 20240602), strict=True):
+        pq.write_table(pa.table({"timestamp": [time]}), path)
+    _, (finding,) = integer_times("interactions", files)
+    assert "1.parquet): the integers from 20240531 to 20240602 (in " in str(finding)
+    assert "2.parquet) look like dates" in str(finding)
 
 
 @pytest.mark.parametrize("as_of", [None, DAY_1.date()])
