@@ -74,7 +74,7 @@ class GrowingArray:
     def append(self, values: np.ndarray) -> None:
         if self._file:
             self._file.write(np.ascontiguousarray(values).data)
-            values = values[:0]  # the type and the shape
+            values = np.empty((0, *values.shape[1:]), values.dtype)
         self._parts.append(values)
 
     def array(self) -> np.ndarray:
