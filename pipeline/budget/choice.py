@@ -55,8 +55,8 @@ def read_step_cost(path: Path) -> StepCost:
 
     Raises ConfigError: the file is missing, is neither YAML nor JSON, or does not hold a `StepCost`.
     """
-    data = read_yaml(path, "step cost", f"expected such as `{EXAMPLE}`")
-    return validated(StepCost, data, f"{path} is not a step cost", f". Expected such as `{EXAMPLE}`")
+    data = read_yaml(path, "step cost", f"expected, for example, `{EXAMPLE}`")
+    return validated(StepCost, data, f"{path} is not a step cost", f". Expected, for example, `{EXAMPLE}`")
 
 
 def side_budget(decoding: DecodingSettings, pool, step_cost: StepCost | None, share_changed: float) -> ChosenBudget:
@@ -76,7 +76,7 @@ def side_budget(decoding: DecodingSettings, pool, step_cost: StepCost | None, sh
     """
     if decoding.engine == "vllm":
         budget = Budget.of(decoding) if pool is not None and decoding.drafters else PLAIN
-        return ChosenBudget(budget, BudgetForecast("vLLM's proposer chooses at every step"))
+        return ChosenBudget(budget, BudgetForecast("vLLM's proposer chooses the number at each step"))
     if decoding.engine == "endpoint":
         return ChosenBudget(PLAIN, BudgetForecast("a server writes the texts"))
     if not decoding.drafters:
@@ -99,7 +99,7 @@ def side_budget(decoding: DecodingSettings, pool, step_cost: StepCost | None, sh
         gain = chosen.forecast.speed_up
         assert gain is not None
         if gain < MIN_GAIN and decoding.min_acceptance is None:
-            reason = f"no budget is worth its cost: in replays the best is {gain:.2f} times as fast as plain decoding"
+            reason = f"no budget repays its cost: the best one is {gain:.2f} times as fast as plain decoding in replays"
             reason += _how_to_draft(decoding.max_draft_tokens)
             pace = plain_pace(pool, share_changed)
             return ChosenBudget(PLAIN, BudgetForecast(reason, step_cost.name, batch_size, pace, 0.0, 1.0))
@@ -119,12 +119,12 @@ def by_step(decoding: DecodingSettings, chosen: ChosenBudget) -> ChosenBudget:
     if decoding.verifier != "greedy" or decoding.engine == "vllm" or not is_open or not decoding.drafters:
         return chosen
     budget = Budget(SIZE_KNOTS[-1], MIN_ACCEPTANCES[0], is_by_step=True)
-    return ChosenBudget(budget, replace(chosen.forecast, reason="greedy verification: the texts do not depend on it"))
+    return ChosenBudget(budget, replace(chosen.forecast, reason="with greedy verification, drafts change no text"))
 
 
 def configured_budget(budget: Budget, pool, sources: Sequence[str], share_changed: float) -> ChosenBudget:
     """A configured budget, with the forecast of replays for the nearest budget of their grid."""
-    forecast = BudgetForecast("given in the configuration")
+    forecast = BudgetForecast("set in the configuration")
     cells = replayed_cells(pool, sources, share_changed)
     if cells and budget.max_draft_tokens:
         (cell,) = _nearest(cells, budget.max_draft_tokens, budget.min_acceptance)
@@ -222,7 +222,7 @@ def _worth_its_price(
     if affordable and (has_texts or looking <= MAX_LOOKUP_OVERHEAD):
         budget = Budget(UNCHECKED_SIZE, affordable[0])
     else:
-        budget, facts = PLAIN, f"not worth drafting: {facts}"
+        budget, facts = PLAIN, f"drafts do not repay their cost: {facts}"
         facts += _how_to_draft(max_draft_tokens) if min_acceptance is None else ""
     if budget != PLAIN or min_acceptance is not None:
         budget = budget.with_overrides(max_draft_tokens, min_acceptance)

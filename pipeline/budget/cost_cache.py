@@ -89,10 +89,10 @@ class StepCostCache:
             age_days = (datetime.date.today() - (cost.measured_on or datetime.date.today())).days
             if cost.name == self._name and age_days <= MAX_AGE_DAYS:
                 return cost
-            problem = f"{path} is {cost.name!r} and {age_days} days old, expected {self._name!r}"
+            problem = f"{path} has {cost.name!r}, {age_days} days old; expected {self._name!r}, {MAX_AGE_DAYS} or less"
         except ConfigError as error:
             problem = str(error)
-        logger.warning("the cost of steps has to be measured again: %s", problem)
+        logger.warning("the cost of steps is measured again, because a saved cost cannot be used: %s", problem)
         return None
 
 

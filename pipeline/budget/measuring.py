@@ -277,8 +277,8 @@ class _TimedSteps(Drafter):
         failures += [outcome for _, outcome in ended if isinstance(outcome, GenerationFailure)]
         if failures:
             raise RunFailed(
-                f"steps cannot be timed: {failures[0].reason}; give decoding.max_draft_tokens and "
-                "decoding.min_acceptance: then nothing is measured"
+                f"the cost of steps cannot be measured: {failures[0].reason}; set decoding.max_draft_tokens and "
+                "decoding.min_acceptance, so that nothing has to be measured"
             )
         assert step is not None  # otherwise its only text failed
         num_texts = len(step.sequences)

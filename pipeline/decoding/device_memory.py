@@ -46,7 +46,8 @@ def num_stored_values(files: list[Path]) -> int:
                 names = weights.keys()
                 num_values += sum(math.prod(weights.get_slice(name).get_shape()) for name in names)
         except (SafetensorError, OSError, ValueError) as error:
-            raise ModelError(f"the weights in {file} cannot be loaded: not a safetensors file ({error})") from error
+            advice = "expected a safetensors file. Copy the checkpoint again"
+            raise ModelError(f"the weights in {file} cannot be loaded ({error}); {advice}") from error
     return num_values
 
 
@@ -79,14 +80,15 @@ def require_memory(folder: Path, weights_bytes: int, cache_bytes: int, memory: M
         split = vllm_advice(max(2, num_gpus_for(weights_bytes, memory.total_bytes)))
         advice += f", or split it over several GPUs: {split}"
     if needed <= memory.total_bytes:
-        advice = "end what holds the rest, name another GPU in CUDA_VISIBLE_DEVICES, or start fewer workers"
+        advice = "end other processes that use this memory, or start fewer workers (cluster.num_workers)"
+        advice += ", or name another GPU in CUDA_VISIBLE_DEVICES" * memory.name.startswith("cuda")
     needed_gb, weights_gb, cache_gb, total_gb, free_gb = (
         f"{num_bytes / 1e9:.1f} GB"
         for num_bytes in (needed, weights_bytes, cache_bytes, memory.total_bytes, memory.free_bytes)
     )
     raise ModelError(
-        f"{folder} does not fit {memory.name}: it needs {needed_gb} (weights {weights_gb}, the least cache "
-        f"{cache_gb}), of {total_gb} there are {free_gb} free; {advice}"
+        f"{folder} does not fit into the memory of {memory.name}: it needs {needed_gb} (weights {weights_gb}, smallest "
+        f"cache {cache_gb}), and {free_gb} of {total_gb} are free; {advice}"
     )
 
 

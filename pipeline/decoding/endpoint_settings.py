@@ -104,7 +104,7 @@ class EndpointSettings(Strict):
     @classmethod
     def _leaves_requests_alone(cls, fields: dict[str, Any]) -> dict[str, Any]:
         if reserved := sorted(fields.keys() & OURS_IN_REQUESTS):
-            raise ValueError(f"extra_body has {', '.join(reserved)}, which laserbatch sets")
+            raise ValueError(f"extra_body has {', '.join(reserved)}, which laserbatch sets: leave them out")
         return fields
 
     @model_validator(mode="after")
@@ -112,22 +112,25 @@ class EndpointSettings(Strict):
         # A possible secret is refused here, where the message does not show its value.
         parts = urlsplit(self.url)
         if parts.username or parts.password or parts.query or parts.fragment:
-            raise ValueError("url has a password or a query, where secrets are seen: name a variable as api_key_env")
+            raise ValueError(
+                "url has a user name, a password, a query or a fragment, which reports would show: leave it out, and "
+                "set api_key_env to the environment variable that has the key"
+            )
         try:
             is_host = bool((parts.hostname or "").encode("idna")) and parts.port != 0
         except ValueError:  # not a valid host name, or the port is no number
             is_host = False
         if not is_host or not self.url.isprintable() or " " in self.url or "$" in self.url:
             raise ValueError(
-                "url has a host or port that is none, a space or a variable, which nothing expands; expected "
+                "url has an invalid host or port, a space, or a $ (variables are not expanded); expected, for example, "
                 "http://localhost:8000/v1"
             )
         if self.api_key_env is not None and not _VARIABLE.fullmatch(self.api_key_env):
-            raise ValueError("api_key_env is no name of an environment variable, such as OPENAI_API_KEY")
+            raise ValueError("api_key_env is not the name of an environment variable, such as OPENAI_API_KEY")
         if self.prediction and self.api != "chat":
-            raise ValueError("prediction is a field of `api: chat` alone")
+            raise ValueError("prediction needs `api: chat`; set it, or `prediction: false`")
         if self.max_cost is not None and self.price_per_million_tokens is None:
-            raise ValueError("max_cost needs price_per_million_tokens")
+            raise ValueError("max_cost needs price_per_million_tokens, by which the cost is computed: set both")
         return self
 
     def key(self) -> str | None:
@@ -137,13 +140,13 @@ class EndpointSettings(Strict):
         key = os.environ.get(self.api_key_env, "").strip()
         if not key:
             raise ConfigError(
-                f"the environment variable {self.api_key_env} is not set or empty (decoding.endpoint.api_key_env); set "
-                "it where the night runs, and on a Ray cluster where its workers run"
+                f"the environment variable {self.api_key_env} (decoding.endpoint.api_key_env) is not set, or is empty; "
+                "set it where the night runs, and on a Ray cluster also where its workers run"
             )
         if not re.fullmatch("[!-~]+", key):  # it goes into a header; the message does not show it
             raise ConfigError(
-                f"the environment variable {self.api_key_env} holds no key (decoding.endpoint.api_key_env): it has a "
-                "space, a line break or a character that is not ASCII; copy the key again"
+                f"the environment variable {self.api_key_env} (decoding.endpoint.api_key_env) holds no valid key: it "
+                "has a space, a line break or a character that is not ASCII; copy the key again"
             )
         return key
 

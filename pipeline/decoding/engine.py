@@ -215,7 +215,7 @@ class Engine:
             self.runner.buffered.warm_up(len(live), max_draft_tokens, longest, max(longest, *ends))
         except Exception as error:  # whatever the error, each graph is captured when it is first needed
             recovery.require_device(error)
-            logger.warning("no steps were captured before the first text: %s", error)
+            logger.warning("CUDA graphs are captured during the texts, not before the first one: %s", error)
             torch.cuda.empty_cache()
 
     def submit_step(self, stream: Stream) -> Step | None:
@@ -283,7 +283,7 @@ class Engine:
             if not is_out_of_memory(error):
                 raise
             if not self._has_drafter_lacked_memory:
-                logger.warning("steps are taken without drafts where memory is short: %s", first_line(error))
+                logger.warning("steps for which a drafter lacks memory run without drafts: %s", first_line(error))
             self._has_drafter_lacked_memory = True
             traceback.clear_frames(error.__traceback__)
             torch.cuda.empty_cache()

@@ -33,12 +33,12 @@ class Grammars:
 
         end_ids = list(end_ids)
         if not end_ids:
-            raise ConfigError("answers cannot be guided: the model has no end token; say `decoding.guided: off`")
+            raise ConfigError("answers cannot be guided: the model has no end token; set `decoding.guided: off`")
         try:
             self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, vocab_size, end_ids)
         except Exception as error:  # it may raise anything
             raise ConfigError(
-                f"answers cannot be guided with this model's tokenizer: {first_line(error)}; say `decoding.guided: off`"
+                f"answers cannot be guided with this model's tokenizer: {first_line(error)}; set `decoding.guided: off`"
             ) from error
         self._end_ids = tuple(end_ids)
         self._closing = _Closing.of(self._tokenizer, end_ids)
@@ -95,7 +95,7 @@ class Guide:
         """Consume the committed tokens of the whole output, int32[n]. Raises ValueError: the grammar forbids one."""
         new = output_ids[self._num_output :].tolist()
         if new != self._path and self._move(new) < len(new):
-            raise ValueError(f"token {new[len(self._path)]} is not allowed at position {len(output_ids)}")
+            raise ValueError(f"the grammar forbids token {new[len(self._path)]} before position {len(output_ids)}")
         self._num_output, self._path = len(output_ids), []
 
     def forced(self, max_tokens: int) -> list[int]:
@@ -104,7 +104,7 @@ class Guide:
         while len(token_ids) < max_tokens and (next_ids := self._matcher.compute_ff_tokens()):
             token_ids.append(next_ids[0])
             if not self._matcher.try_consume_tokens(next_ids[:1]):
-                raise ValueError(f"token {next_ids[0]} is forced, but not allowed")
+                raise ValueError(f"the grammar forces token {next_ids[0]}, and forbids it")
         self._num_output += len(token_ids)
         return token_ids
 

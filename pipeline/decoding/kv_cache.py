@@ -235,7 +235,7 @@ class KVCache:
             except Exception as error:  # either failure leaves the cache consistent
                 if not is_out_of_memory(error):
                     raise
-                logger.warning("the KV cache cannot give memory back: there is none for a copy of a layer's")
+                logger.warning("the KV cache does not shrink: there is too little memory to copy a layer's part")
 
     @torch.inference_mode()  # like the forwards that write here
     def write(self, layer: int, index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> LayerMemory:
@@ -297,7 +297,7 @@ class KVCache:
             )
             self.free.grow_to(capacity)
             return True
-        logger.warning("memory for a KV cache of %d tokens cannot be had; it stays at %d", least, self.capacity)
+        logger.warning("there is no memory for a KV cache of %d tokens; it stays at %d tokens", least, self.capacity)
         self.max_tokens = self.capacity
         return False
 

@@ -36,7 +36,7 @@ def recover(engine, step: Step, stream: Stream, error: Exception) -> Outcomes:
         _give_memory_back(engine, step, scheduler, error)
         if not is_alone:
             return {}
-    message = "a step of %d sequences failed (%s); trying them one at a time"
+    message = "a step of %d sequences failed (%s); each sequence is tried alone"
     logger.warning(message, len(step.sequences), error, exc_info=error)
     whole = zip(step.sequences, step.feeds, step.trees, strict=True)
     steps = [Step([sequence], [feed], TreeBatch.of([tree])) for sequence, feed, tree in whole]
@@ -89,7 +89,7 @@ def require_device(error: Exception) -> None:
     if isinstance(error, DeviceLost):
         raise error
     if is_device_lost(error):
-        raise DeviceLost(f"the CUDA device cannot be used by this process any more: {first_line(error)}") from error
+        raise DeviceLost(f"this process cannot use its CUDA device any more: {first_line(error)}") from error
 
 
 def _give_memory_back(engine, step: Step, scheduler: Scheduler, error: Exception) -> None:

@@ -51,8 +51,8 @@ class Concurrency:
         """Allow no more than the `num_live` sequences that stay live after memory ran out."""
         if self.current == self.max_sequences:
             logger.warning(
-                "the KV cache's memory does not hold %d texts at once; going on with %d (lower batch_size or, where "
-                "memory allows, raise max_cache_tokens to avoid computing texts twice)",
+                "the KV cache has no room for %d texts at once; from now on %d are written at once. To avoid computing "
+                "texts twice, lower decoding.batch_size or, if memory allows, raise decoding.max_cache_tokens",
                 num_live + 1,
                 max(1, num_live),
             )
@@ -218,13 +218,13 @@ class Scheduler:
         if len(prompt) == 0:
             return "empty: the prompt has no tokens"
         if request.max_new_tokens < 1:
-            return f"bad-limit: max_new_tokens is {request.max_new_tokens}, at least 1 is expected"
+            return f"bad-limit: max_new_tokens is {request.max_new_tokens}; expected at least 1"
         if len(prompt) >= limits.max_context:
             allowed = limits.max_context - 1
-            return f"too-long: the prompt has {len(prompt)} tokens, the model's context allows {allowed}"
+            return f"too-long: the prompt has {len(prompt)} tokens; the model's context allows at most {allowed}"
         if prompt.min() < 0 or prompt.max() >= limits.vocab_size:
             bad = int(prompt[(prompt < 0) | (prompt >= limits.vocab_size)][0])
-            return f"bad-token: the prompt holds token {bad}, the vocabulary has {limits.vocab_size}"
+            return f"bad-token: the prompt has the token id {bad}; the vocabulary has {limits.vocab_size} tokens"
         return self._too_long() if self._most_tokens(sequence) > self._cache.max_tokens else None
 
     def _too_long(self) -> str:

@@ -152,26 +152,26 @@ class DecodingSettings(Strict):
     @model_validator(mode="after")
     def _fits_engine(self) -> "DecodingSettings":
         if self.engine != "endpoint" and self.endpoint is not None:
-            raise ValueError("endpoint names a server that is not used: say `engine: endpoint`, or null")
+            raise ValueError(f"endpoint is not used by engine {self.engine}: set `engine: endpoint`, or remove it")
         if self.engine == "endpoint" and self.endpoint is None:
-            raise ValueError("engine endpoint needs `endpoint: {url: ..., model: ...}`")
+            raise ValueError("engine endpoint needs a server: set `endpoint: {url: ..., model: ...}`")
         if self.engine != "vllm" and self.vllm:
-            raise ValueError("vllm has arguments for an engine that is not used: say `engine: vllm`, or {}")
+            raise ValueError(f"vllm is not used by engine {self.engine}: set `engine: vllm`, or remove it")
         verifier = self.verifier != "greedy" and f"verifier {self.verifier}"
         temperature = self.temperature and f"temperature {self.temperature:g}"
         drafters, plugins = ", ".join(self.drafters), ", ".join(self.plugin_drafters)
         unfit = {
             "endpoint": {
-                "say `verifier: greedy`, nothing is drafted": verifier,
-                "texts of a server are not sampled: say 0": temperature,
-                "have the server load it, and name it as endpoint.model": self.adapter and f"adapter {self.adapter}",
-                "a server drafts by itself: leave them out": drafters and f"drafters {drafters}",
+                "set `verifier: greedy`, because nothing is drafted": verifier,
+                "set `temperature: 0`, because texts of a server are not sampled": temperature,
+                "load it into the server, and name it in endpoint.model": self.adapter and f"adapter {self.adapter}",
+                "leave them out, because a server drafts by itself": drafters and f"drafters {drafters}",
             },
             "vllm": {
-                "say `verifier: greedy`, vLLM has no other": verifier,
-                "texts of vLLM are not sampled: say 0": temperature,
-                "vLLM drafts from texts alone here": plugins and f"drafters {plugins}",
-                "options of this section say it": ", ".join(
+                "set `verifier: greedy`, because vLLM has no other": verifier,
+                "set `temperature: 0`, because texts of vLLM are not sampled": temperature,
+                "leave them out, because vLLM drafts only from texts": plugins and f"drafters {plugins}",
+                "leave them out, because other options of `decoding` set them": ", ".join(
                     sorted(f"vllm.{key}" for key in self.vllm.keys() & OURS_IN_VLLM)
                 ),
             },
@@ -259,16 +259,16 @@ class DecodingSettings(Strict):
     @model_validator(mode="after")
     def _goes_with_plugins(self) -> "DecodingSettings":
         for name in self.drafter_options.keys() - set(self.drafters):
-            raise ValueError(f"drafter_options has {name}, which is not among drafters: add it there")
+            raise ValueError(f"drafter_options has {name}, which is not among drafters: add it there, or remove it")
         for name in self.plugin_drafters:
             drafter_plugin(name).check(self.options_of(name), self)
         if self.verifier not in RULES:
             verifier_plugin(self.verifier).check(self)
         if self.verifier_samples and not self.temperature:
-            raise ValueError(f"verifier {self.verifier} samples: say a temperature above 0, or `verifier: greedy`")
+            raise ValueError(f"verifier {self.verifier} samples: set a temperature above 0, or `verifier: greedy`")
         if self.temperature and self.verifier != "greedy" and not self.verifier_samples:
             raise ValueError(
-                f"temperature {self.temperature:g} samples, which verifier {self.verifier} would distort: say "
+                f"temperature {self.temperature:g} samples, and verifier {self.verifier} would distort samples: set "
                 "`verifier: greedy`, which accepts drafted samples, or `temperature: 0`"
             )
         return self

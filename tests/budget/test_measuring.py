@@ -145,7 +145,7 @@ def test_when_time_is_up_the_largest_batch_is_timed_alone(monkeypatch):
 
 def test_an_engine_that_cannot_write_the_texts_says_why():
     engine = tiny_engine(MODEL, max_cache_tokens=100)
-    with pytest.raises(RunFailed, match=r"steps cannot be timed: too-long: .*give decoding\.max_draft_tokens"):
+    with pytest.raises(RunFailed, match=r"cannot be measured: too-long: .*set decoding\.max_draft_tokens"):
         measure_step_cost(engine, None, TEXT_SOURCES, [1])
 
 

@@ -70,7 +70,7 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path, text, message):
 
 
 def test_a_file_that_is_not_there_and_a_batch_that_was_not_measured_are_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml is not there; expected such as .*num_tokens: 256"):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml is not there; expected, for example, .*num_tokens: 256"):
         read_step_cost(tmp_path / "nowhere.yaml")
     with pytest.raises(LaserbatchError, match="'a card' has no batch size 64; it has 1, 8"):
         StepCost.model_validate(DATA).seconds(64, np.array([64]))

@@ -256,7 +256,7 @@ def test_a_capture_without_memory_drops_all_graphs_and_is_tried_again_later(monk
         for _ in range(2):
             runner.forward(pair)
     assert counts(forward) == (1, 1, 1, 3) and captured.graph is None
-    assert [message.partition("; ")[2] for message in caplog.messages] == ["the next capture is after 3 steps"]
+    assert [message.partition("; ")[2] for message in caplog.messages] == ["it is tried again after 3 steps"]
     for expected in ((1, 1, 1, 4), (1, 1, 1, 5), (2, 1, 2, 5)):
         torch.testing.assert_close(step(), first)
         assert counts(forward) == expected

@@ -157,5 +157,5 @@ def test_what_is_done_is_part_of_the_identity(tmp_path):
     file.unlink()
     assert model_identity(folder) == plain
     file.write_text("{")
-    with pytest.raises(ModelError, match=r"generation_config\.json holds no JSON object"):
+    with pytest.raises(ModelError, match=r"generation_config\.json is not a JSON object"):
         model_identity(folder)

@@ -130,7 +130,7 @@ def test_digits_are_parted_where_the_file_says_so(tmp_path):
     ("changes", "named"),
     [
         ({"architecture": "rwkv9"}, "rwkv9"),
-        ({"split": "ancient-bpe"}, r"splits texts as 'ancient-bpe' \(tokenizer\.ggml\.pre\)"),
+        ({"split": "ancient-bpe"}, r"splits texts by the rule 'ancient-bpe' \(tokenizer\.ggml\.pre\)"),
         ({"general__type": "mmproj"}, "general.type is 'mmproj'"),
         ({"split__count": 3}, r"one of 3 parts \(split\.count\)"),
         ({"llama__expert__head_count": 0}, r"m\.gguf sets llama\.expert\.head_count to 0; expected a whole number"),

@@ -233,7 +233,7 @@ def test_growth_that_the_device_refuses_lowers_the_bound(monkeypatch, caplog):
     assert cache.make_room(1200)  # less than doubled, but enough
     held = cache.capacity
     assert not cache.make_room(1600) and cache.max_tokens == cache.capacity == held
-    assert "cannot be had" in caplog.text
+    assert "there is no memory for a KV cache" in caplog.text
     check(cache, {row: TEMPLATE})
 
 

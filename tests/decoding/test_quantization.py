@@ -127,7 +127,7 @@ def test_adapter_on_packed_weights_is_refused(claimed, tmp_path):
     adapter.mkdir()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (adapter / name).write_text("{}")
-    with pytest.raises(ModelError, match="cannot be merged into weights quantised with torchao"):
+    with pytest.raises(ModelError, match=r"cannot be merged into .* quantised with torchao"):
         load_model(claimed(quant_method="torchao"), device="cpu", adapter=adapter)
 
 

@@ -114,5 +114,5 @@ def test_sampled_texts_depend_on_their_seed_alone():
 
 
 def test_a_relaxed_rule_cannot_be_sampled_with():
-    with pytest.raises(ValueError, match=r"temperature 0\.8 samples, which verifier relaxed would distort: say"):
+    with pytest.raises(ValueError, match=r"temperature 0\.8 samples, and verifier relaxed would distort samples: set"):
         DecodingSettings(temperature=0.8)

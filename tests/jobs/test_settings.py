@@ -184,11 +184,11 @@ def test_the_core_has_at_most_65_options():
     [
         (
             {"decoding": {"engine": "vllm", "verifier": "relaxed"}},
-            "relaxed with engine vllm: say `verifier: greedy`",
+            "relaxed with engine vllm: set `verifier: greedy`",
         ),
         ({"decoding": {"engine": "vllm", "temperature": 1.0}}, "temperature 1 with engine vllm"),
         ({"decoding": {"engine": "vllm", "vllm": {"trust_remote_code": True}}}, r"vllm\.trust_remote_code with engine"),
-        ({"decoding": {"vllm": {"enforce_eager": True}}}, "an engine that is not used"),
+        ({"decoding": {"vllm": {"enforce_eager": True}}}, "vllm is not used by engine laserbatch"),
         ({"decoding": {"engine": "vllm"}, "night": {"compare_with_plain": True}}, "texts are those of plain decoding"),
     ],
 )
@@ -220,12 +220,12 @@ def with_server(**options):
 @pytest.mark.parametrize(
     ("decoding", "message"),
     [
-        ({"verifier": "relaxed"}, "verifier relaxed with engine endpoint: say `verifier: greedy`"),
+        ({"verifier": "relaxed"}, "verifier relaxed with engine endpoint: set `verifier: greedy`"),
         ({"temperature": 0.5}, "temperature 0.5 with engine endpoint"),
-        ({"adapter": "lora"}, r"adapter lora with engine endpoint: have the server load it"),
+        ({"adapter": "lora"}, r"adapter lora with engine endpoint: load it into the server"),
         ({"drafters": ["pool"]}, "drafters pool with engine endpoint"),
-        ({"endpoint": None}, r"engine endpoint needs `endpoint: \{url"),
-        ({"engine": "laserbatch"}, "endpoint names a server that is not used"),
+        ({"endpoint": None}, r"engine endpoint needs a server: set `endpoint: \{url"),
+        ({"engine": "laserbatch"}, "endpoint is not used by engine laserbatch"),
         ({"endpoint": SERVER | {"max_cost": 1}}, "max_cost needs price_per_million_tokens"),
         ({"endpoint": SERVER | {"url": "localhost:8000"}}, "expected a URL such as"),
         ({"endpoint": SERVER | {"extra_body": {"n": 2}}}, "extra_body has n, which laserbatch sets"),

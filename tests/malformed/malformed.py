@@ -275,14 +275,14 @@ CASES = [
     # Models, encoders and other files
     Case("a model folder is missing", config(decoding={"model": "nowhere"}), ("no model folder", "nowhere")),
     Case("a model has no tokenizer", model(lambda folder: [(folder / name).unlink() for name in
-         ("tokenizer.json", "tokenizer_config.json")]), ("holds no tokenizer", "tokenizer.json")),
+         ("tokenizer.json", "tokenizer_config.json")]), ("has no tokenizer", "tokenizer.json")),
     Case("a model is pickled", model(pickled), ("pytorch_model.bin", "convert it to safetensors")),
     Case("a model's weights are cut off", model(lambda folder: replaced(folder / "model.safetensors",
          lambda data: data[:-1000])), ("model.safetensors", "copy")),
     Case("a model's configuration is cut off", model(lambda folder: replaced(folder / "config.json",
          lambda data: data[:100])), ("config.json",)),
     Case("a model's tokenizer is cut off", model(lambda folder: replaced(folder / "tokenizer.json",
-         lambda data: data[:1000])), ("tokenizer.json", "fetch it again")),
+         lambda data: data[:1000])), ("tokenizer.json", "copy it again")),
     Case("the encoder is missing", config(encoding={"encoder": "nowhere"}), ("encoder folder", "nowhere")),
     Case("the encoder is pickled", encoder(lambda folder: (folder / "pytorch_model.bin").touch()),
          ("model.safetensors", "pytorch_model.bin")),

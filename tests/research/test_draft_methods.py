@@ -146,7 +146,7 @@ def test_steps_without_memory_for_a_draft_model_are_taken_without_drafts(monkeyp
     results = {result.request_id: result for result in outcomes}
     assert [results[str(number)].token_ids.tolist() for number in range(len(PROMPTS))] == PLAIN
     assert sum(result.num_accepted for result in results.values()) > 0
-    assert caplog.text.count("steps are taken without drafts where memory is short") == 1
+    assert caplog.text.count("steps for which a drafter lacks memory run without drafts") == 1
 
 
 @torch.inference_mode()
@@ -269,7 +269,7 @@ def path_of(tree: TokenTree, node: int) -> tuple[int, ...]:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"verifier": "rsd"} | trained(models=["a"]), "verifier rsd samples: say a temperature above 0"),
+        ({"verifier": "rsd"} | trained(models=["a"]), "verifier rsd samples: set a temperature above 0"),
         ({"verifier": "rsd", "temperature": 1}, "verifier rsd judges what a small model or a head draws"),
         ({"verifier": "k_seq", "temperature": 1} | trained(models=["a", "b"]), "judges what one model draws"),
         (trained(models=["a"], branching=[2]), "trained.branching belongs to verifier rsd, not to relaxed"),

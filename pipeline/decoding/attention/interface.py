@@ -83,7 +83,7 @@ def slot_attention(
     window = getattr(module, "sliding_window", None) if sliding_window is _ABSENT else sliding_window
     unknown = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and name != "position_ids"]
     if unknown or attention_mask is not None:
-        raise ModelError(f"its attention takes {', '.join(unknown) or 'a mask of its own'}, which is not done packed")
+        raise ModelError(f"its attention takes {', '.join(unknown) or 'its own mask'}, which packing does not support")
     assert query.shape[0] == 1, "not a packed batch"
     plan.layers_seen.append(module.layer_idx)
     memory = plan.cache.write(module.layer_idx, plan.slot_mapping, key[0], value[0])

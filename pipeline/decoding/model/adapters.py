@@ -26,8 +26,8 @@ def find_adapter(folder: str | Path) -> list[Path]:
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (path / name).is_file():
             pickled = name == WEIGHTS_FILE and (path / "adapter_model.bin").is_file()
-            hint = "; found adapter_model.bin, which is not read: convert it to safetensors" if pickled else ""
-            raise ModelError(f"{path} holds no {name}{hint}")
+            hint = "found adapter_model.bin, which is not read: convert it to safetensors"
+            raise ModelError(f"{path} has no {name}; {hint if pickled else 'expected an adapter that PEFT saved'}")
     return [path / CONFIG_FILE, path / WEIGHTS_FILE]
 
 
@@ -45,9 +45,9 @@ def merge_adapter(model, folder: str | Path):
     try:
         config = PeftConfig.from_pretrained(str(config_file.parent))
     except Exception as error:  # peft may raise anything
-        raise ModelError(f"{config_file} cannot be read: {first_line(error)}") from error
+        raise ModelError(f"{config_file} cannot be read: {first_line(error)}; copy the adapter again") from error
     if not isinstance(config, LoraConfig):
-        raise ModelError(f"{config_file} describes a {config.peft_type} adapter; only LoRA ones can be merged")
+        raise ModelError(f"{config_file} describes a {config.peft_type} adapter; expected LoRA, as no other is merged")
     config.inference_mode = True
     try:
         wrapped = PeftModel(model, config)
@@ -77,7 +77,7 @@ def _merge_checked(wrapped, weights_file: Path):
     error = relative_error(merged(input_ids=ids, use_cache=False).logits, expected)
     if not error <= TOLERANCE[expected.dtype]:  # merging rounds each weight once to its type
         raise ModelError(
-            f"{weights_file} cannot be merged: base and adapter give other logits than the merged model (relative "
-            f"error {error:.1e}); does it change embeddings that the model also uses as its output layer?"
+            f"{weights_file} cannot be merged: the merged model has other logits than the model with its adapter "
+            f"(relative error {error:.1e}), as if the adapter changes embeddings that are also the output layer"
         )
     return merged

@@ -55,15 +55,15 @@ def refuse_by_config(config) -> None:
         if kind in _POSITION_DEPENDENT_ROPE:
             raise ModelError(
                 f"{text.model_type} with {kind} rotary embeddings cannot be packed: they depend on the longest "
-                "sequence of the forward; use a model with default, linear, yarn or llama3 ones"
+                "sequence of the forward; use a model whose rotary embeddings are default, linear, yarn or llama3"
             )
     if getattr(text, "attn_temperature_tuning", False):
-        raise ModelError(f"{text.model_type} scales attention by a token's place in the forward; it cannot be packed")
+        raise ModelError(f"{text.model_type} cannot be packed: it scales attention by a token's place in the forward")
     unsupported = sorted(set(getattr(text, "layer_types", None) or ()) - _PACKED_LAYER_TYPES)
     if unsupported:
         raise ModelError(
-            f"{text.model_type} has layers of {', '.join(unsupported)}, which cannot be packed; use a model of "
-            f"{' and '.join(sorted(_PACKED_LAYER_TYPES))} alone"
+            f"{text.model_type} has layers of {', '.join(unsupported)}, which cannot be packed; use a model whose "
+            f"layers are {' or '.join(sorted(_PACKED_LAYER_TYPES))}"
         )
 
 
@@ -77,7 +77,7 @@ def check_equivalence(model, device: torch.device, vocab_size: int) -> int:
     """
     name = model.config.model_type
     if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise ModelError(f"{name} cannot be packed: it does not take the positions of its tokens")
+        raise ModelError(f"{name} cannot be packed: its forward takes no `position_ids`")
     is_exact, is_quantised = model.dtype == torch.float32, quantization_of(model.config) is not None
     probes = [Probe.of(seed, vocab_size) for seed in range(1 if is_exact else _NUM_ROUNDED_PROBES)]
     with _short_windows(model):
@@ -119,7 +119,7 @@ def _first_layers_in_float32(model) -> nn.Module | None:
         _last_logits(part, np.arange(4, dtype=np.int32), part.device)
         return part
     except Exception as error:  # a model's code may raise anything once layers are taken out of it
-        logger.warning("%s is not checked in float32: %s", model.config.model_type, first_line(error))
+        logger.warning("%s is checked in its own type, not in float32: %s", model.config.model_type, first_line(error))
         return None
     finally:
         setattr(owner, name, layers)
@@ -140,8 +140,8 @@ def _make_ready(model, device: torch.device, probes: list["Probe"], tolerance: f
         raise ModelError(f"{name} cannot be run: {first_line(error)}") from error
     if any(logits.isnan().any() for logits in chain.from_iterable(plain)):
         raise ModelError(
-            f"{name} computes logits that are no numbers (NaN), also alone: its weights hold such values, or are too "
-            f"large for {model.dtype}; take the checkpoint from its source again"
+            f"{name} computes logits that are not numbers (NaN), even for one sequence: its weights have such values, "
+            f"or values too large for {model.dtype}; download the checkpoint again"
         )
     compare = partial(_compare, model, device, probes, plain, tolerance)
     is_quantised = quantization_of(model.config) is not None
@@ -255,7 +255,8 @@ def _compare(
         bytes_per_token = cache.bytes_per_token()
     error = float(np.median(errors, axis=0).max())
     if not error <= tolerance:
-        raise ModelError(f"{name} gives other logits packed than alone (relative error {error:.1e}); not supported")
+        problem = f"it gives other logits packed than alone (relative error {error:.1e})"
+        raise ModelError(f"{name} cannot be packed: {problem}")
     return bytes_per_token
 
 
@@ -286,5 +287,5 @@ def _require_all_layers(runner: ModelRunner, attention: str) -> None:
     if sorted(seen) != list(range(num_layers)):
         raise ModelError(
             f"{config.model_type} cannot be packed: {len(seen)} of its {num_layers} layers use transformers' attention "
-            "interface; every layer must"
+            "interface; expected all of them"
         )

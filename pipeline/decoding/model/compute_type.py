@@ -35,8 +35,8 @@ def choose_dtype(
     is_native = device_type != "cpu" or multiplies_bfloat16()
     if requested == "bfloat16" and not is_native:
         raise ModelError(
-            "decoding.dtype is bfloat16, and this processor has no instructions for it (AVX512-BF16): emulated it is "
-            "slower than float32; use dtype auto or float32"
+            "decoding.dtype is bfloat16, but this processor has no instructions for it (AVX512-BF16), and emulation is "
+            "slower than float32; set decoding.dtype to auto or float32"
         )
     if requested == "float32":
         return ComputeType("float32", "decoding.dtype")
@@ -47,5 +47,5 @@ def choose_dtype(
     if stored not in HALF_TYPES:
         return ComputeType("float32", f"the weights are stored in {stored}")
     if not is_native:
-        return ComputeType("float32", f"the weights are stored in {stored}, which this processor does not multiply")
+        return ComputeType("float32", f"the weights are stored in {stored}, and this processor does not multiply it")
     return ComputeType("bfloat16", f"the weights are stored in {stored}, and this processor multiplies bfloat16")

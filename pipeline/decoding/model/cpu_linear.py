@@ -113,5 +113,5 @@ def _relaid(layers: list[nn.Linear]) -> JoinedLinear | None:
     results = [relaid.part(inputs, index) for index in range(len(layers))]
     if all(relative_error(*pair) <= TOLERANCE[dtype] for pair in zip(results, expected, strict=True)):
         return relaid
-    logger.warning("linear layers give other results here in the layout of our products; they stay in torch's")
+    logger.warning("linear layers keep torch's products: ours give other results on this processor")
     return None

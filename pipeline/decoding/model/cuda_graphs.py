@@ -296,7 +296,7 @@ class BufferedForward:
             is_memory = any(cause is not None and is_out_of_memory(cause) for cause in (error, error.__context__))
             self._num_out_of_memory += is_memory
             self._captures = is_memory and self._num_out_of_memory < MAX_OUT_OF_MEMORY
-            plan = f"the next capture is after {RETRY_STEPS} steps" if self._captures else "steps run without graphs"
+            plan = f"it is tried again after {RETRY_STEPS} steps" if self._captures else "steps run without graphs"
             logger.warning("a CUDA graph cannot be captured (%s); %s", error, plan)
         if is_memory:
             self._num_pausing = RETRY_STEPS
@@ -378,11 +378,11 @@ def kernel_for(choice: str, device: torch.device) -> Callable[[], Callable[..., 
         return None
     if importlib.util.find_spec("triton") is None:
         if choice == "auto":
-            logger.warning("triton is not installed: attention is torch's, over padded masks; pip install triton")
+            logger.warning("triton is not installed, so attention runs in torch, with padding; `pip install triton`")
             return None
-        raise ModelError("decoding.attention is triton, which is not installed; install triton or use auto or torch")
+        raise ModelError("decoding.attention is triton, which is not installed; install it, or set auto or torch")
     from laserbatch.pipeline.decoding.attention.triton_attention import INTERPRETED, Scratch, triton_attention
 
     if device.type != "cuda" and not INTERPRETED:
-        raise ModelError("decoding.attention is triton, which needs CUDA; use auto or torch, or set TRITON_INTERPRET=1")
+        raise ModelError("decoding.attention is triton, which needs CUDA; set auto or torch (or TRITON_INTERPRET=1)")
     return lambda: partial(triton_attention, scratch=Scratch())  # shared by the layers of a step

@@ -143,8 +143,8 @@ def require_token_rows(folder: Path, tokenizer: "PreTrainedTokenizerBase", num_r
     shown += f" and {num - _MAX_NAMED} more" if (num := len(written or rowless)) > _MAX_NAMED else ""
     if written:
         raise ModelError(
-            f"the tokenizer in {folder} makes tokens that the embedding, of {num_rows} rows, has no row for: {shown}; "
-            "copy the tokenizer that was saved with these weights, remove the added tokens from it, or save the model "
-            "after model.resize_token_embeddings(len(tokenizer)) and train the new rows"
+            f"the tokenizer in {folder} makes tokens without a row in the embedding, which has {num_rows} rows: "
+            f"{shown}; copy the tokenizer that was saved with these weights, remove the added tokens from it, or save "
+            "the model after model.resize_token_embeddings(len(tokenizer)) and train the new rows"
         )
-    return f"the embedding has no row for control tokens that no prompt holds: {shown}" if rowless else None
+    return f"control tokens that occur in no prompt have no row in the embedding: {shown}" if rowless else None

@@ -58,14 +58,14 @@ def find_weights(path: Path) -> list[Path]:
         try:
             weights = [path / name for name in sorted(set(_read(index)["weight_map"].values()))]
         except (KeyError, AttributeError, TypeError) as error:
-            raise ModelError(f"{index} names no file of each tensor (weight_map); copy the checkpoint again") from error
+            raise ModelError(f"{index} has no `weight_map` of tensors to files; copy the checkpoint again") from error
     else:
         weights = sorted(path.glob("*.safetensors"))
     missing = [w.name for w in weights if not w.is_file()]
     if missing or not weights:
         pickled = sorted(p.name for p in path.glob("*.bin"))
         hint = f"; found {', '.join(pickled)}, which is not read: convert it to safetensors" if pickled else ""
-        raise ModelError(f"{path} holds no weights ({', '.join(missing) or 'model.safetensors'} expected){hint}")
+        raise ModelError(f"{path} has no weights; expected {', '.join(missing) or 'model.safetensors'}{hint}")
     require_tokenizer(path)
     return weights
 
@@ -73,7 +73,7 @@ def find_weights(path: Path) -> list[Path]:
 def require_tokenizer(folder: Path) -> None:
     """Raise ModelError if a folder holds no tokenizer; it need not hold a model."""
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise ModelError(f"{folder} holds no tokenizer; one of {', '.join(_TOKENIZER_FILES)} is expected")
+        raise ModelError(f"{folder} has no tokenizer; expected one of {', '.join(_TOKENIZER_FILES)}")
 
 
 def require_whole_files(folder: Path) -> None:
@@ -83,7 +83,7 @@ def require_whole_files(folder: Path) -> None:
             with safe_open(file, "numpy"):
                 pass
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{file} is not whole ({first_line(error)}); copy the checkpoint again") from error
+            raise ModelError(f"{file} is damaged ({first_line(error)}); copy the checkpoint again") from error
     if (folder / "tokenizer.json").is_file():
         _read(folder / "tokenizer.json")
 
@@ -136,7 +136,7 @@ def load_tokenizer(folder: Path, adapter: str | Path | None = None) -> "PreTrain
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers may raise anything
-        raise ModelError(f"the tokenizer in {folder} cannot be read: {first_line(error)}") from error
+        raise ModelError(f"the tokenizer in {folder} cannot be read: {first_line(error)}; copy it again") from error
     if folder != model_folder and template is None and not tokenizer.chat_template:
         template = load_tokenizer(model_folder).chat_template  # an adapter's tokenizer that was saved without one
     if template is not None:
@@ -145,8 +145,8 @@ def load_tokenizer(folder: Path, adapter: str | Path | None = None) -> "PreTrain
     lost = written - tokenizer.special_tokens_map.keys()  # the template would write nothing in their places
     if lost and not (folder / "tokenizer_config.json").is_file():
         raise ModelError(
-            f"the chat template of {folder} writes the {' and '.join(sorted(lost))}, and the tokenizer there has none; "
-            "copy tokenizer_config.json, too"
+            f"the chat template of {folder} writes {' and '.join(sorted(lost))}, which the tokenizer there does not "
+            "define; copy the model's tokenizer_config.json too"
         )
     return tokenizer
 
@@ -188,7 +188,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The content of a folder's config.json. Raises ModelError: there is none, or it does not describe a model."""
     file = folder / "config.json"
     if not file.is_file():
-        raise ModelError(f"{folder} holds no config.json; it is not a model folder of transformers")
+        raise ModelError(f"{folder} has no config.json; expected a model folder of transformers")
     config = _read(file)
     require_sizes(config, file)
     return config
@@ -204,7 +204,7 @@ def require_sizes(config: Mapping[str, Any], source: Path) -> None:
             is_whole = name in _SIZES
             if type(value) not in ((int,) if is_whole else (int, float)) or not value > 0:
                 expected = f"a {'whole ' * is_whole}number above 0"
-                raise ModelError(f"{source} sets {key} to {_shown(value)}; expected {expected}. Fetch the file again")
+                raise ModelError(f"{source} sets {key} to {_shown(value)}; expected {expected}. Copy the file again")
 
 
 def stored_dtype(folder: Path) -> str:
@@ -238,7 +238,7 @@ def repetition_penalty_of(config: Mapping[str, Any], source: str | Path) -> floa
     for key, neutral in REFUSED.items():
         if config.get(key) not in (None, neutral):
             raise ModelError(
-                f"{source} sets {key} to {_shown(config[key])}, which changes greedy decoding and is not done here; "
+                f"{source} sets {key} to {_shown(config[key])}, which changes greedy decoding and is not supported; "
                 "remove the key from the file"
             )
     penalty = config.get("repetition_penalty")
@@ -323,7 +323,7 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
-        raise ModelError(f"{file} holds no JSON object ({error}); fetch it again") from error
+        raise ModelError(f"{file} is not a JSON object ({error}); copy it again") from error
 
 
 def _ids(value: int | list[int] | None) -> list[int]:

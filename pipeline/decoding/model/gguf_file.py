@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gguf import GGUFReader
 
 MAGIC = b"GGUF"
+INSTEAD = "use the model's folder of safetensors instead"
 PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16}  # weights of all others become bfloat16
 # Values of `tokenizer.ggml.pre` that split a text as GPT-2 does, and values that split off digits first. transformers
 # knows some others; for unknown ones it splits as GPT-2 does, and the model would read other tokens than it learned.
@@ -84,7 +85,7 @@ def read_facts(path: Path) -> GgufFacts:
         raise ModelError(f"there is no file {path}; give the path of a GGUF file")
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
-            raise ModelError(f"{path} is not a GGUF file: it does not begin with the bytes GGUF")
+            raise ModelError(f"{path} is not a GGUF file: it does not begin with the bytes GGUF; copy it again")
     try:
         from gguf import GGUFReader
     except ImportError as error:
@@ -93,14 +94,14 @@ def read_facts(path: Path) -> GgufFacts:
     try:
         reader = GGUFReader(path)
     except Exception as error:  # the library may raise anything about a damaged file
-        raise ModelError(f"{path} cannot be read, so it is cut short or damaged: {first_line(error)}") from error
+        raise ModelError(f"{path} is cut short or damaged: {first_line(error)}; copy it again") from error
     kind, num_parts = _value(reader, "general.type"), _value(reader, "split.count")
     if kind not in (None, "model"):
         raise ModelError(f"{path} holds no language model: its general.type is {kind!r}; give the file of the model")
     if num_parts is not None and num_parts > 1:
         raise ModelError(
             f"{path} is one of {num_parts} parts (split.count); join them with `llama-gguf-split --merge` and give the "
-            "file of that"
+            "joined file"
         )
     require_sizes({name: field.contents() for name, field in reader.fields.items() if len(field.data) == 1}, path)
     tokens = reader.fields.get("tokenizer.ggml.tokens")
@@ -125,7 +126,8 @@ def _tokenizer(path: Path, facts: GgufFacts) -> PreTrainedTokenizerFast:
         tokenizer = cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name))
     except Exception as error:  # transformers may raise anything
         raise ModelError(
-            f"the tokenizer of {path} (general.architecture {facts.architecture!r}) cannot be read: {first_line(error)}"
+            f"the tokenizer of {path} (general.architecture {facts.architecture!r}) cannot be read: "
+            f"{first_line(error)}; {INSTEAD}"
         ) from error
     splitter = tokenizer.backend_tokenizer.pre_tokenizer
     if isinstance(splitter, pre_tokenizers.ByteLevel):  # transformers' default where it does not know the rule
@@ -135,8 +137,8 @@ def _tokenizer(path: Path, facts: GgufFacts) -> PreTrainedTokenizerFast:
             tokenizer.backend_tokenizer.pre_tokenizer = splitter
         elif facts.split not in SPLIT_AS_GPT2:
             raise ModelError(
-                f"{path} splits texts as {facts.split!r} (tokenizer.ggml.pre), which cannot be read; take the "
-                "safetensors folder of the model instead"
+                f"{path} splits texts by the rule {facts.split!r} (tokenizer.ggml.pre), which is not supported; "
+                f"{INSTEAD}"
             )
     tokenizer.chat_template = facts.chat_template
     return tokenizer
@@ -152,8 +154,8 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerFast, facts: GgufFacts, path: 
     num_tokens = len(load_tokenizer(out))
     if num_tokens != facts.num_tokens:
         raise ModelError(
-            f"the tokenizer of {path} has {facts.num_tokens} tokens (tokenizer.ggml.tokens), of which {num_tokens} "
-            "were read; take the safetensors folder of the model instead"
+            f"the tokenizer of {path} has {facts.num_tokens} tokens (tokenizer.ggml.tokens), but {num_tokens} were "
+            f"read; {INSTEAD}"
         )
 
 
@@ -168,8 +170,8 @@ def _model(path: Path, facts: GgufFacts) -> PreTrainedModel:
             quantization_config=GgufConfig(dequantize=True), attn_implementation="eager",
         )  # fmt: skip
     except Exception as error:  # transformers may raise anything
-        raise ModelError(f"{about} cannot be read: {first_line(error)}") from error
+        raise ModelError(f"{about} cannot be read: {first_line(error)}; {INSTEAD}") from error
     model, info = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
     if lost := sorted({*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])}):
-        raise ModelError(f"{about} cannot be read: it has no weights for {', '.join(lost[:3])}")
+        raise ModelError(f"{about} cannot be read: it has no weights for {', '.join(lost[:3])}; {INSTEAD}")
     return model

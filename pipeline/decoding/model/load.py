@@ -84,21 +84,21 @@ def load_model(
     model_id = model_identity(path, adapter)
     target = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     if target.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError(f"device {device!r} was asked for and torch finds no CUDA; use device cpu or auto")
+        raise ModelError(f"device {device!r} was requested, but torch finds no CUDA device; use device cpu or auto")
     local = {"local_files_only": True, "trust_remote_code": False}
     try:
         config = AutoConfig.from_pretrained(path, **local)
     except Exception as error:  # transformers may raise anything
         raise ModelError(
             f"{path}/config.json describes no model that this version of transformers can make "
-            f"({' '.join(str(error).split())[:200]}); models with code of their own are not run"
+            f"({' '.join(str(error).split())[:200]}); models that bring their own code are not run"
         ) from error
     refuse_by_config(config)
     quantization = quantization_of(config)
     if adapter is not None and quantization is not None:
         raise ModelError(
-            f"an adapter cannot be merged into weights quantised with {quantization}: merge {adapter} into the "
-            f"unquantised model of {path}, or name that one in decoding.model"
+            f"the adapter {adapter} cannot be merged into the weights in {path}, which are quantised with "
+            f"{quantization}: set decoding.model to the unquantised model, or to one with the adapter merged"
         )
     choice = choose_dtype(dtype, target.type, stored_dtype(path), quantization)
     weights_dtype = "auto" if choice.name == "auto" else getattr(torch, choice.name)
@@ -114,8 +114,8 @@ def load_model(
         )  # fmt: skip
     except Exception as error:  # likewise
         advice = "" if quantization is None else (
-            f"; they are quantised with {quantization}: install the library that it needs (the extra `quantized` has "
-            "torchao and compressed-tensors), or use the unquantised checkpoint"
+            f"; they are quantised with {quantization}: install its library (the extra `quantized` has torchao and "
+            "compressed-tensors), or use the unquantised checkpoint"
         )  # fmt: skip
         raise ModelError(f"the weights in {path} cannot be loaded: {first_line(error)}{advice}") from error
     model, loading_info = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
@@ -186,5 +186,6 @@ def end_tokens(generation, config, tokenizer, vocab_size: int) -> tuple[int, ...
     ids = end_ids_of(generation_ids, config_ids, tokenizer)
     outside = [i for i in ids if not 0 <= i < vocab_size]
     if outside:
-        logger.warning("end tokens %s are outside the vocabulary of %d: no text ends with them", outside, vocab_size)
+        message = "end tokens %s are not among the %d tokens of the vocabulary, so that no text ends with them"
+        logger.warning(message, outside, vocab_size)
     return tuple(i for i in ids if 0 <= i < vocab_size)

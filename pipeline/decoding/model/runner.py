@@ -71,7 +71,7 @@ class ModelRunner:
             except Exception as error:  # Triton and CUDA may raise anything; torch's attention does without them
                 if is_out_of_memory(error) or is_device_lost(error) or self._attention == "triton":
                     raise
-                message = "the attention kernel failed (%s); attention is torch's from here on"
+                message = "the attention kernel failed (%s); from now on attention runs in torch"
                 logger.warning(message, error, exc_info=True)
                 self.buffered = None
         return StepOutput(self._run(batch, metadata), batch)
