@@ -42,7 +42,7 @@ def choose_engine(
     """
     if not num_gpus:
         return EngineChoice(
-            "laserbatch", "there is no GPU, and on a CPU it has every verifier and drafts faster than vLLM"
+            "laserbatch", "there is no GPU, and on a CPU this engine has all verifiers and drafts faster than vLLM"
         )
     size = num_gpus_for(weights_bytes, device_bytes)
     if size > 1:

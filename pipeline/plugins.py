@@ -29,7 +29,7 @@ def installed(group: str) -> Mapping[str, EntryPoint]:
         first = by_name.setdefault(entry.name, entry)
         if first.value != entry.value:
             raise UnknownPlugin(
-                f"{_package(first)} and {_package(entry)} both bring {entry.name!r} ({group}); uninstall one of them"
+                f"{_package(first)} and {_package(entry)} both provide {entry.name!r} ({group}); uninstall one of them"
             )
     return by_name
 
@@ -47,7 +47,7 @@ def load_plugin(group: str, name: str, built_in: tuple[str, ...] = ()) -> Any:
             for origin in dict.fromkeys(origins.values())
         )
         meant = f"Did you mean {near[0]!r}? " if near else ""
-        raise UnknownPlugin(f"no installed package brings {name!r}. {meant}There are {listed or 'none'}")
+        raise UnknownPlugin(f"no installed package provides {name!r}. {meant}There are: {listed or 'none'}")
     try:
         return plugins[name].load()
     except (ImportError, AttributeError) as error:

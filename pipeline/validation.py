@@ -44,7 +44,7 @@ class _UniqueKeys(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError):  # 2025-02-30, or a text that is tagged `!!int`
-            problem = f"{node.value!r} is no {node.tag.rpartition(':')[2]}; put a text in quotes"
+            problem = f"{node.value!r} is not a valid {node.tag.rpartition(':')[2]}; put a text in quotes"
             raise yaml.MarkedYAMLError(None, None, problem, node.start_mark) from None
 
 
@@ -56,7 +56,7 @@ def read_yaml(path: Path, what: str, advice: str) -> Any:
     try:
         return yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except FileNotFoundError:
-        raise ConfigError(f"the {what} {path} is not there; {advice}") from None
+        raise ConfigError(f"the {what} {path} is missing; {advice}") from None
     except OSError as error:
         raise ConfigError(f"the {what} {path} cannot be read ({error.strerror}); {advice}") from None
     except _KeyTwice as error:
@@ -138,7 +138,7 @@ def _sentence(fault: ErrorDetails, model: type[BaseModel]) -> str:
         return f"{place}: the key is missing"
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "dict_type":
-        message = "expected names with values, a line each"
+        message = "expected names with values, each on its own line"
     if fault["type"] == "tuple_type":
         message = "expected a list, such as [a, b]"
     if fault["type"] in ("model_type", "model_attributes_type"):

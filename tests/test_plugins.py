@@ -57,7 +57,7 @@ def test_a_package_that_cannot_be_imported_is_named_with_its_reason(entries):
 
 def test_two_packages_of_one_name_are_refused(entries):
     entries += [brought("nothing", f"{__name__}:Nothing"), brought("nothing", f"{__name__}:Drafter")]
-    with pytest.raises(UnknownPlugin, match=r"both bring 'nothing'"):
+    with pytest.raises(UnknownPlugin, match=r"both provide 'nothing'"):
         installed("drafters")
 
 

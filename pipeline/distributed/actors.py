@@ -99,7 +99,7 @@ def run_shards(
         RunFolder(worker_pool.spec.run_dir).shards(shard.side).drop(shard.name)
         if shard.num_rows > 1 and worker_pool.num_lost < MAX_LOST_WORKERS:
             halves = split_shard(worker_pool.spec.run_dir, shard)
-            logger.warning("%s %s: halved, to find the row that workers are lost to", shard.side, shard.name)
+            logger.warning("%s %s: split in halves, to find the row on which workers die", shard.side, shard.name)
             # One of them surely holds such a row, so each is tried once; a single row as often as any shard.
             attempts.update({half: worker_pool.max_attempts - 1 for half in halves if half.num_rows > 1})
             queue.extendleft(reversed(halves))
@@ -245,12 +245,13 @@ class WorkerPool:
             try:
                 return self._answer(self._wait({worker.call(method, *arguments): worker}), worker)
             except _WorkerLost as lost:
-                logger.warning("a worker was lost while it measured for the draft budget: %s", lost)
+                logger.warning("a worker was lost while it measured the cost of drafts: %s", lost)
                 self.idle.remove(worker)
                 self._replace_lost(lost, was_ready=True)
         raise RunFailed(
-            f"{self.max_attempts} workers died while they measured what drafts cost; lower decoding.batch_size if "
-            "memory ran out, or set decoding.max_draft_tokens and decoding.min_acceptance: then nothing is measured"
+            f"{self.max_attempts} workers died while they measured the cost of drafts. If memory ran out, lower "
+            "decoding.batch_size; or set decoding.max_draft_tokens and decoding.min_acceptance (for lists "
+            "extensions.recommending.num_drafted), so that nothing has to be measured"
         )
 
     def resize(self, num_workers: int) -> None:
@@ -279,7 +280,7 @@ class WorkerPool:
         if was_ready or self._num_spare > 0:
             self._spawn()
         elif not self._calls and not self.idle:
-            raise ClusterFailed(f"all workers were lost while they loaded the model and wrote a text; the last: {lost}")
+            raise ClusterFailed(f"all workers were lost while they loaded the model and wrote a first text: {lost}")
 
     def _wait(self, open_calls: Mapping[ray.ObjectRef, _WorkerHandle]) -> ray.ObjectRef:
         """Wait until one of the open calls is answered, or its worker hangs; returns that call."""
@@ -297,10 +298,10 @@ class WorkerPool:
             if all(not worker.is_scheduled and worker.idle_s > self.start_timeout_s for worker in open_calls.values()):
                 free = ray.available_resources()
                 raise ClusterFailed(
-                    f"no worker found a place within {self.start_timeout_s:g} seconds: each needs "
+                    f"no worker could be placed within {self.start_timeout_s:g} seconds: each needs "
                     f"{self.layout.need}, and the cluster has {format_nodes(cluster_nodes())}, of which "
-                    f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs are free. Wait for what uses "
-                    "them, or raise cluster.start_timeout_s if nodes start first"
+                    f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs are free. Wait until other jobs "
+                    "end, or raise cluster.start_timeout_s if nodes have yet to start"
                 )
 
     def _answer(self, reference: ray.ObjectRef, worker: _WorkerHandle) -> Any:
@@ -308,7 +309,7 @@ class WorkerPool:
         try:
             if ray.wait([reference], timeout=0)[0]:
                 return ray.get(reference, timeout=FETCH_TIMEOUT_S)
-            reason = f"worker-hung: for {worker.idle_s:.0f} seconds a worker ran no step of its model"
+            reason = f"worker-hung: a worker ran no step of its model for {worker.idle_s:.0f} seconds"
         except RayTaskError as error:
             raise error.cause from None
         except RayError as error:

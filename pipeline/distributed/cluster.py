@@ -103,10 +103,11 @@ def worker_layout(
         num_workers or places, num_threads, gpus_a_worker if on_gpu else 0, "cuda" if on_gpu else "cpu", workers_a_gpu
     )
     if places < max(1, layout.num_workers):
+        larger = "Use larger nodes, or fewer GPUs for each worker (docs/vllm.md)"
+        advice = "Lower cluster.num_workers, or leave it out" if places else larger
         raise ConfigError(
-            f"there is no room for {layout.num_workers or 1} workers of {layout.need} each, but for {places}: the "
-            f"cluster has {format_nodes(nodes)}. Lower cluster.num_workers, or leave it "
-            "out"
+            f"the cluster has room for {places} workers of {layout.need} each; expected room for "
+            f"{layout.num_workers or 1}: it has {format_nodes(nodes)}. {advice}"
         )
     return layout
 
@@ -149,7 +150,7 @@ def require_own_gpu(granted: list, visible: str | None) -> None:
     if (visible or "").split(",") != [str(gpu) for gpu in granted]:
         raise ConfigError(
             f"Ray granted a worker GPU {', '.join(map(str, granted)) or 'none'}, but CUDA_VISIBLE_DEVICES shows it "
-            f"{visible or 'all'}, so that workers would share one; unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+            f"{visible or 'all'}, so that workers would share GPUs; unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
         )
 
 
@@ -192,7 +193,7 @@ def ray_cluster(
                 short_folder.remove()
             raise ClusterFailed(
                 f"Ray does not start on this machine, which may be too busy or have too little memory: "
-                f"{_root_reason(error)} Give the same command again; `laserbatch doctor` tries whether Ray starts"
+                f"{_root_reason(error)} Give the same command again; `laserbatch doctor` checks whether Ray starts"
             ) from error
     elif started:
         try:
@@ -247,7 +248,7 @@ def _short_folder() -> ScratchFolder | None:
             return ScratchFolder("ray", folder, RAY_PREFIX)
     raise ConfigError(
         f"the temporary folder {usual} has more than the {MAX_TEMP_BYTES} bytes that leave room for the paths of Ray's "
-        f"sockets, and none of {', '.join(SHORT_FOLDERS)} may be written; set RAY_TMPDIR to a shorter folder"
+        f"sockets, and {' and '.join(SHORT_FOLDERS)} are not writable; set RAY_TMPDIR to a shorter folder"
     )
 
 

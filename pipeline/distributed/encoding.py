@@ -29,7 +29,7 @@ MIN_TEXTS_OF_GPUS = 50_000  # the same if it has a GPU, which encodes 1,500 per 
 MIN_PART, MAX_PART = 256, 4_096  # texts of a task
 PARTS_A_WORKER = 4  # so that no worker waits long for the last part
 OPEN_TASKS = 2  # per worker, so that none waits for the driver
-GOES_ON = "the same command goes on with the parts that are missing"
+GOES_ON = "the same command continues with the missing parts"
 MAX_SILENT_S = 1_800.0  # longest time without a finished part
 
 

@@ -64,8 +64,8 @@ def _wait(is_there_by_path: dict[Path, Callable[[], bool]]) -> None:
         while not is_there():
             if time.monotonic() > deadline_s:
                 raise ConfigError(
-                    f"{socket.gethostname()} does not see {path} as the night does: every machine of the cluster needs "
-                    "the workspace at the same path, on storage that all of them share"
+                    f"{socket.gethostname()} does not see {path} as the night wrote it: every machine of the cluster "
+                    "needs the workspace at the same path, on storage that all of them share"
                 )
             time.sleep(0.2)
 

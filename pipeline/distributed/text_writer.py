@@ -79,7 +79,8 @@ class TextWriter:
     ) -> None:
         self._settings = validated(DecodingSettings, {"model": str(model), **decoding}, "TextWriter")
         if self._settings.engine != "laserbatch":
-            raise ConfigError("TextWriter writes with our engine; docs/ray-data.md has Ray Data LLM for vLLM")
+            engine = f"engine {self._settings.engine} is not supported, only laserbatch"
+            raise ConfigError(f"TextWriter: {engine}; docs/ray-data.md shows how Ray Data LLM uses vLLM")
         self._system, self._budget, self._pool = system, None, None
         self._side: Side = side
         try:
@@ -181,4 +182,4 @@ def _ids(tokens: Tokens) -> np.ndarray:
     try:
         return int32_row(np.asarray(tokens))
     except (ValueError, TypeError):
-        raise RowError(f"bad-prompt: {str(tokens)[:60]!r} is neither a text nor a row of token ids") from None
+        raise RowError(f"bad-prompt: {str(tokens)[:60]!r} is neither a text nor one row of token ids") from None

@@ -136,7 +136,7 @@ class ShardWorker:
         if len(run_on) > max(1, MAX_SHARE_RUN_ON * len(rows)):
             yield from ((outcome, verifier) for outcome in run_on)
         elif run_on:
-            logger.info("%s: %d texts ran on to their limit and are written again, greedily", side, len(run_on))
+            logger.info("%s: %d texts ran to their limit and are written again with verifier greedy", side, len(run_on))
             again = {outcome.request_id: rows[outcome.request_id] for outcome in run_on}
             greedily = decoding.model_copy(update={"verifier": "greedy"})
             for outcome in self._generate(side, again, budget, greedily):

@@ -102,7 +102,7 @@ def read_codebook(path: Path) -> Codebook:
     metadata = {key.decode(): value.decode() for key, value in (pq.read_schema(path).metadata or {}).items()}
     levels = []
     if missing := {"laserbatch.codebook", *(f"laserbatch.radius.{name}" for name in LEVELS)} - metadata.keys():
-        raise WorkspaceError(f"{path} is no codebook: its metadata lacks {min(missing)}. Restore it from a copy.")
+        raise WorkspaceError(f"{path} is not a codebook: its metadata lacks {min(missing)}. Restore it from a copy.")
     for name in LEVELS:
         rows = table.filter(pc.equal(table["level"], name))
         radius = float(metadata[f"laserbatch.radius.{name}"])

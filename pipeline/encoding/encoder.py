@@ -53,11 +53,11 @@ class TextEncoder:
                 output_loading_info=True, ignore_mismatched_sizes=True,
             )  # fmt: skip
         except Exception as error:  # transformers may raise anything
-            raise ModelError(f"{folder}: not an encoder that transformers can load: {error}") from error
+            raise ModelError(f"{folder} has no encoder that transformers can load: {error}") from error
         require_whole_weights(folder, loading_info, unused=("pooler.",), harmless=OUTSIDE_LAYERS)
         if tokenizer.pad_token_id is None:
             raise ModelError(
-                f"{folder}: its tokenizer has no padding token; expected an encoder such as BERT or MiniLM"
+                f"{folder}: the tokenizer has no padding token; expected an encoder such as BERT or MiniLM"
             )
         limit = getattr(model.config, "max_position_embeddings", None) or settings.max_text_tokens
         max_text_tokens = min(settings.max_text_tokens, limit, tokenizer.model_max_length)

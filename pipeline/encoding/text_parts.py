@@ -171,7 +171,7 @@ def _chosen_fields(records: pa.Table, fields: Sequence[str]) -> list[str]:
     parts = ["\n".join(answer[name] for name in fields if answer.get(name, "").strip()) for answer in answers]
     if parts and not any(parts):
         logger.warning(
-            "none of %d texts has a part that `encode` in its template names (%s), so whole texts are encoded; the "
-            "first one has %s", len(parts), ", ".join(fields), records["fields_json"][0],
+            "none of %d texts has a field that `encode` in its template names (%s), so whole texts are encoded; the "
+            "first text has %s", len(parts), ", ".join(fields), records["fields_json"][0],
         )  # fmt: skip
     return [part or text for part, text in zip(parts, records["text"].to_pylist(), strict=True)]

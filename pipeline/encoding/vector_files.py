@@ -75,7 +75,7 @@ class NewVectors:
             is_damaged = digests(vectors[places]) != saved["digest"].to_numpy()[in_file]
             if is_damaged.any():
                 raise WorkspaceError(
-                    f"{path}, row {in_file[is_damaged][0]}: the vector is not that which was written. Remove the file; "
+                    f"{path}, row {in_file[is_damaged][0]}: the vector does not fit its checksum. Remove the file; "
                     "the same command encodes its texts again."
                 )
         return vectors

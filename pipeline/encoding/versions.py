@@ -59,8 +59,8 @@ class Versions:
         """
         if ids.type != self.ids.type:
             raise WorkspaceError(
-                f"the log has ids of type {ids.type}, the features of type {self.ids.type}. Write them as the tables "
-                "of users and items have them."
+                f"found ids of type {ids.type}, but the features have ids of type {self.ids.type}. Write them in the "
+                "type that they had when the runs read them."
             )
         entities = rows_among(ids, self.ids)
         keys = _keys(self.entities, self.valid_from)
@@ -118,7 +118,8 @@ def feature_versions(runs: Sequence[RunFolder], of_plain: bool = False) -> Itera
                 if figures and (not of_plain or files[run_id].exists())  # not every run has plain texts
             }
             if not features:
-                raise WorkspaceError(f"no finished run has features of {side}s. Run `laserbatch nightly` first.")
+                kind, first = (" of plain texts", ", with night.compare_with_plain,") if of_plain else ("", "")
+                raise WorkspaceError(f"no run has features{kind} of {side}s. Run `laserbatch nightly`{first} first.")
             newest = list(features.values())[-1]
             features = {run_id: figures for run_id, figures in features.items() if figures.encoder == newest.encoder}
             compared = _built_on(list(features)[-1], manifests.values())

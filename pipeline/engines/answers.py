@@ -44,7 +44,7 @@ class Answers:
         if request.grammar is None or not self._opens_thoughts(request.prompt_ids):
             return request
         if not self._has_warned:
-            logger.warning("answers are not guided: the chat template has the model think first")
+            logger.warning("answers are not guided, because the chat template makes the model think first")
             self._has_warned = True
         return replace(request, grammar=None)
 

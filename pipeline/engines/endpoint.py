@@ -132,7 +132,7 @@ class EndpointEngine(TextEngine):
         if spent + shard > most:
             raise RunFailed(
                 f"the night has cost {spent:.4g}, and its next shard of {len(requests)} texts may cost {shard:.4g}, "
-                f"more than decoding.endpoint.max_cost {most:g} leaves; raise it, and the same command goes on"
+                f"more than decoding.endpoint.max_cost {most:g} leaves; raise it, and the same command continues"
             )
 
     async def _outcome(self, request: GenerationRequest) -> GenerationResult | GenerationFailure:
@@ -177,7 +177,7 @@ class EndpointEngine(TextEngine):
         if isinstance(context, int) and not self._borrows:
             room = context - num_prompt
         if room < 1:
-            raise RowError(f"too-long: the prompt has {num_prompt} tokens, the server's context {context}")
+            raise RowError(f"too-long: the prompt has {num_prompt} tokens, and the server's context has {context}")
         max_tokens = min(request.max_new_tokens, room)
         body: dict[str, Any] = {"model": self._settings.model, "max_tokens": max_tokens, "temperature": 0}
         takes_more = self._card.get("owned_by") in (VLLM, SGLANG)
@@ -207,8 +207,8 @@ class EndpointEngine(TextEngine):
             named = {"name": "answer", "strict": True, "schema": schema}
             return {"response_format": {"type": "json_schema", "json_schema": named}}
         raise ConfigError(
-            f"{self._settings.url} holds answers to JSON schemas alone (its /models does not say vllm), and a "
-            "template asks for another form; set decoding.guided: off, or take templates that ask for JSON"
+            f"{self._settings.url} can guide answers only by JSON schemas (its /models does not say vllm), and a "
+            "template asks for another form; set decoding.guided: off, or use templates that ask for JSON"
         )
 
     def _result(self, request: GenerationRequest, answer: dict[str, Any]) -> GenerationResult:
@@ -233,18 +233,18 @@ class EndpointEngine(TextEngine):
         """The only choice of an answer, with its `text`, whichever API wrote it. Raises RowError."""
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
             count = len(choices) if isinstance(choices, list) else "no"
-            raise RowError(f"malformed-answer: it has {count} choices, and 1 is expected")
+            raise RowError(f"malformed-answer: the answer has {count} choices; expected 1")
         message = choices[0].get("message")
         choice = choices[0] | ({"text": message.get("content")} if isinstance(message, dict) else {})
         if isinstance(message, dict) and message.get("refusal"):
             raise RowError("refused: the model refuses to answer")
         if (reason := choice.get("finish_reason")) not in ("stop", "length"):
-            raise RowError(f"not-finished: the server ended the answer by {str(reason)[:40]!r}")
+            raise RowError(f"not-finished: the server ended the answer with finish_reason {str(reason)[:40]!r}")
         text = choice.get("text")
         if not isinstance(text, str):
-            raise RowError("malformed-answer: it has no text")
+            raise RowError("malformed-answer: the answer has no text")
         if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-            raise RowError("malformed-answer: its text has half of a character (a lone surrogate)")
+            raise RowError("malformed-answer: the text has half of a character (a lone surrogate)")
         return choice
 
     def _tokens(self, choice: dict[str, Any]) -> tuple[list[int], int | None]:
@@ -253,8 +253,8 @@ class EndpointEngine(TextEngine):
         if not self._borrows and isinstance(token_ids, list) and all(type(i) is int and i >= 0 for i in token_ids):
             if (highest := max(token_ids, default=0)) >= self._num_ids:
                 raise RowError(
-                    f"malformed-answer: token id {highest}, and the model's folder has {self._num_ids} tokens; the "
-                    "server has another model than that folder"
+                    f"malformed-answer: the answer has token id {highest}, but the tokenizer in decoding.model has "
+                    f"{self._num_ids} tokens: the server has another model than that folder"
                 )
             end_id = token_ids[-1] if token_ids and token_ids[-1] in self._end_ids else None
             return token_ids if end_id is None else token_ids[:-1], end_id

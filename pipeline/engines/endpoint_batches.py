@@ -72,7 +72,7 @@ class EndpointBatches:
             messages = "; ".join(
                 str(reason.get("message")) for reason in (reasons or [])[:3] if isinstance(reason, Mapping)
             )
-            raise RunFailed(f"the provider refuses the batch {batch_id}: {messages or 'it gives no reason'}")
+            raise RunFailed(f"the provider refused the batch {batch_id}: {messages or 'it gave no reason'}")
         answers: dict[str, dict[str, Any] | RowError] = {}
         for name in ("output_file_id", "error_file_id"):
             if isinstance(batch.get(name), str):
@@ -98,9 +98,9 @@ class EndpointBatches:
             fields = {"input_file_id": sent.get("id"), "endpoint": self._path, "completion_window": "24h"}
             batch = await self._client.post("/batches", fields | {"metadata": {METADATA_KEY: digest}}, 0)
         except RowError as error:
-            raise RunFailed(f"the provider takes no batch: {error.reason}") from None
+            raise RunFailed(f"the provider did not accept a batch: {error.reason}") from None
         if not isinstance(batch.get("id"), str):
-            raise RunFailed("the provider takes no batch: its answer to /batches has no id")
+            raise RunFailed("the provider did not accept a batch: its answer to /batches has no id")
         logger.info("sent %d requests as the batch %s", content.count(b"\n"), batch["id"])
         return batch["id"]
 
@@ -133,7 +133,7 @@ def _answer(line: str) -> tuple[str, dict[str, Any] | RowError]:
         request_id, response, error = answer["custom_id"], answer.get("response") or {}, answer.get("error") or {}
         status, body = response.get("status_code"), response.get("body")
     except (ValueError, KeyError, AttributeError, TypeError):
-        return "", RowError("malformed-answer: a line of the batch is no JSON object with a custom_id")
+        return "", RowError("malformed-answer: a line of the batch is not a JSON object with a custom_id")
     try:
         require_utf8(line)
     except RowError as error:

@@ -99,8 +99,8 @@ class EndpointClient:
             return answer
         except NoSuchPath as error:
             raise ConfigError(
-                f"{self._settings.url} has no {path}, or no model {self._settings.model!r} ({error}); see "
-                "decoding.endpoint.url, which usually ends in /v1, model and api"
+                f"{self._settings.url} has no {path}, or no model {self._settings.model!r} ({error}); check "
+                "decoding.endpoint.url, which usually ends in /v1, and its model and api"
             ) from None
 
     async def get(self, path: str) -> dict[str, Any]:
@@ -172,7 +172,7 @@ class EndpointClient:
                     if num_crashes == CRASHES_TOGETHER:
                         await alone.enter_async_context(self._alone)
                     if num_crashes == MAX_CRASHES:
-                        raise RowError(f"server-crash: {num_crashes} times the server was gone after this prompt")
+                        raise RowError(f"server-crash: the server was gone {num_crashes} times after this prompt")
                 delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** (num_failures - 1)) * random.uniform(0.5, 1.5)
                 delay_s = delay_s if retry_after_s is None else retry_after_s + random.uniform(0, FIRST_DELAY_S)
                 is_of_row = status == ERROR and not retry_after_s  # MAX_TRIES ends it
@@ -269,7 +269,7 @@ class EndpointClient:
         wait = f", and it asks to wait {retry_after_s:.0f} seconds" if retry_after_s else ""
         raise EndpointGone(
             f"{self._settings.url} has answered nothing for {waited_s:.0f} seconds{wait} ({reason}; see "
-            "decoding.endpoint.give_up_after_s); the same command goes on"
+            "decoding.endpoint.give_up_after_s); the same command continues"
         )
 
     async def _answers_again(self) -> bool:
@@ -289,14 +289,14 @@ class EndpointClient:
         self._last_answer_s = time.monotonic()
         if status in (401, 403):
             named = self._settings.api_key_env
-            which = f"the key in {named}" if named else "requests without a key; name its variable as api_key_env"
+            which = f"the key in {named}" if named else "requests without a key; set decoding.endpoint.api_key_env"
             raise ConfigError(f"{self._settings.url} refuses {which} (HTTP {status}: {message})") from None
         if status in (404, 405):
             raise NoSuchPath(f"HTTP {status}: {message}") from None
         if status < FIRST_REFUSAL:
             raise ConfigError(
-                f"{self._settings.url} sends requests to another place (HTTP {status}), and redirects are not "
-                "followed; set decoding.endpoint.url to the server itself (https, its path)"
+                f"{self._settings.url} redirects requests to another URL (HTTP {status}), and redirects are not "
+                "followed; set decoding.endpoint.url to the server itself (check https and the path)"
             ) from None
         raise RowError(f"refused: HTTP {status}: {message}") from None
 
@@ -305,8 +305,8 @@ class EndpointClient:
         while error is not None:
             if isinstance(error, ssl.SSLCertVerificationError):
                 raise ConfigError(
-                    f"{self._settings.url}: the certificate is not accepted ({error.verify_message}); name your "
-                    "authority's certificates in SSL_CERT_FILE, or correct decoding.endpoint.url"
+                    f"{self._settings.url}: the certificate is not accepted ({error.verify_message}); set "
+                    "SSL_CERT_FILE to a file with your authority's certificates, or correct decoding.endpoint.url"
                 ) from None
             error = error.__cause__ or error.__context__
 
@@ -317,7 +317,7 @@ class EndpointClient:
         except (ValueError, RecursionError):
             content = None
         if not isinstance(content, dict):
-            raise RowError(f"malformed-answer: no JSON object: {answer[:80]!r}")
+            raise RowError(f"malformed-answer: the answer is not a JSON object: {answer[:80]!r}")
         return content
 
     def _message_of(self, body: Any) -> str:
@@ -335,7 +335,7 @@ def require_utf8(answer: str) -> None:
     try:
         answer.encode()
     except UnicodeEncodeError as error:
-        raise RowError(f"malformed-answer: not in UTF-8 from character {error.start} on") from None
+        raise RowError(f"malformed-answer: the answer is not UTF-8 at character {error.start}") from None
 
 
 def _failure_in(answer: str) -> tuple[int, Any]:

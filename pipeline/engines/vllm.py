@@ -177,7 +177,7 @@ class VllmEngine(TextEngine):
         room = self._max_context - len(request.prompt_ids)
         if room < 1:
             raise ValueError(
-                f"too-long: the prompt has {len(request.prompt_ids)} tokens, the model's context {self._max_context}"
+                f"too-long: the prompt has {len(request.prompt_ids)} tokens; the model's context {self._max_context}"
             )
         sampling = SamplingParams(
             temperature=0,
@@ -318,7 +318,7 @@ def cached_cost(folder: Path, model_dir: Path, arguments: Mapping[str, Any], num
     with suppress(OSError, ValueError):  # the file is missing or damaged
         json.loads(path.read_bytes())
         return path
-    logger.info("measuring what steps of vLLM cost here, once: %s", path)
+    logger.info("measuring the cost of vLLM's steps on this machine, once: %s", path)
     sizes = sorted({1, max(1, arguments["max_num_seqs"] // 4), arguments["max_num_seqs"]})
     engine = {name: value for name, value in arguments.items() if name not in ("model", "disable_log_stats")}
     command = [sys.executable, "-m", vllm_steps.__name__, arguments["model"]]
@@ -326,6 +326,6 @@ def cached_cost(folder: Path, model_dir: Path, arguments: Mapping[str, Any], num
     with atomic_path(path) as new:
         measured = subprocess.run([*command, "--out", str(new)], capture_output=True, text=True, check=False)
         if measured.returncode:
-            last_line = (measured.stderr.strip() or "nothing was said").splitlines()[-1]
-            raise ModelError(f"what a step of vLLM costs could not be measured: {last_line}")
+            last_line = (measured.stderr.strip() or "it printed no error").splitlines()[-1]
+            raise ModelError(f"the cost of vLLM's steps could not be measured: {last_line}")
     return path

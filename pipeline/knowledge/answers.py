@@ -19,7 +19,7 @@ from laserbatch.pipeline.knowledge.templates import PromptTemplate
 COPIED_TOKENS = 24  # a run of this many tokens that is also in the prompt is a copy
 MAX_SHARE_COPIED = 0.6  # an answer with a larger share of copied text repeats its prompt
 LOOP_TOKENS, MAX_LOOPED = 96, 24  # an answer loops if LOOP_TOKENS tokens in a row repeat at most MAX_LOOPED tokens
-MEANT = "; `any_language: true` in the template where that is meant"
+MEANT = "; set `any_language: true` in the template if that is intended"
 MIN_SHARE_OWN_SCRIPT = 0.5  # share of an answer's letters that must be in the question's script
 MIN_LETTERS = 20  # shorter answers are not judged by their script
 MIN_WORDS = 12  # shorter answers in Latin script are not judged by their language
@@ -61,9 +61,9 @@ def require_answer(
     """
     copied = copied_share(token_ids, prompt_ids)
     if copied > MAX_SHARE_COPIED:
-        raise RowError(f"repeats-prompt: {copied:.0%} of the answer are stretches of its prompt")
+        raise RowError(f"repeats-prompt: {copied:.0%} of the answer is copied from its prompt")
     if (period := looped(token_ids)) is not None:
-        raise RowError(f"loops: it says the same {period} tokens again and again")
+        raise RowError(f"loops: the answer repeats the same {period} tokens")
     if template.any_language:
         return
     question = " ".join(filter(None, (template.system, template.instruction, template.request)))

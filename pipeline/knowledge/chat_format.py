@@ -102,7 +102,7 @@ def chat_skeleton(
         if rendered.count(_SENTINELS["user"]) != 1:
             raise ModelError(
                 "the tokenizer's chat template does not show a user's message exactly once; "
-                "give the model folder a chat template that does"
+                "put a chat template that does into the model's folder"
             )
     roles = {sentinel: role for role, sentinel in _SENTINELS.items()}
     pieces: list[str | Slot] = []

@@ -65,8 +65,8 @@ def require_form(template: PromptTemplate, path: Path) -> None:
     start = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0)
     if not any(start.validate_tokens([byte]) for byte in range(256)):
         raise ConfigError(
-            f"{place} allows no answer but the empty one (found {getattr(template, key)!r}); have it allow a text, or "
-            "leave it out"
+            f"{place} allows only the empty answer (found {getattr(template, key)!r}); change it so that it allows a "
+            "text, or leave it out"
         )
 
 

@@ -46,7 +46,7 @@ def parse_answer(template: PromptTemplate, text: str, is_cut: bool = False) -> P
         fields = (_aspects if template.parser == "aspects" else _attributes)(text, template.factors)
         if not any(map(_LETTER.search, fields.values())):
             name, value = next(iter(fields.items()))
-            raise RowError(f"unparsable: no field has a word; {name} is {value[:20]!r}")
+            raise RowError(f"unparsable: no field has a letter; {name} is {value[:20]!r}")
         return _with_different_fields(Parsed(fields))
     if template.parser == "json":
         return _with_different_fields(_json_fields(template, text, is_cut))
@@ -80,7 +80,7 @@ def _aspects(text: str, factors: tuple[str, ...]) -> dict[str, str]:
         if name and body:
             fields[name] = f"{fields[name]} {body}" if name in fields else body
     if not fields:
-        raise RowError("unparsable: no numbered aspect with a text in the answer")
+        raise RowError("unparsable: the answer has no numbered aspect with a text")
     return fields
 
 
@@ -110,7 +110,7 @@ def _attributes(text: str, factors: tuple[str, ...]) -> dict[str, str]:
         if name is not None and body[label.end() :].strip(" *"):
             fields.setdefault(name, body[label.end() :].strip(" *"))
     if not fields:
-        raise RowError(f"unparsable: no line `Name: value` of {', '.join(factors)} in the answer")
+        raise RowError(f"unparsable: the answer has no line `Name: value` for {', '.join(factors)}")
     return fields
 
 
@@ -120,7 +120,7 @@ def _json_fields(template: PromptTemplate, text: str, is_cut: bool) -> Parsed:
     if isinstance(content, list) and len(template.fields) == len(lists) == 1:
         content, repairs = {lists[0]: content}, (*repairs, "json-shape")
     if not isinstance(content, dict):
-        raise RowError(f"unparsable: no JSON object with {', '.join(template.fields)} in the answer")
+        raise RowError(f"unparsable: the answer has no JSON object with {', '.join(template.fields)}")
     by_name = {str(name).strip().lower(): value for name, value in content.items()}
     fields: dict[str, str] = {}
     for name, kind in template.fields.items():
@@ -146,7 +146,7 @@ def _text_of(name: str, kind: str, value: Any) -> tuple[str, bool]:
         raise RowError(f"wrong-type: {name!r} is {json.dumps(value, ensure_ascii=False)[:60]}; expected a {kind}")
     different = list(dict.fromkeys(parts))
     if len(parts) >= MIN_ENTRIES and 2 * len(different) < len(parts):
-        raise RowError(f"loops: {len(parts)} entries of {name!r} are {len(different)} different ones")
+        raise RowError(f"loops: only {len(different)} of the {len(parts)} entries of {name!r} differ")
     return ", ".join(different), kind == "list"
 
 
@@ -181,12 +181,12 @@ def _custom_fields(template: PromptTemplate, text: str) -> dict[str, str]:
     except Exception as error:  # one text is no reason to end a night
         raise RowError(f"unparsable: {template.parser} raised {type(error).__name__}: {error}") from None
     if not isinstance(fields, dict) or not all(isinstance(v, str) for pair in fields.items() for v in pair):
-        raise RowError(f"unparsable: {template.parser} gave {type(fields).__name__}; expected a dict of texts by name")
+        raise RowError(f"unparsable: {template.parser} returned {type(fields).__name__}; expected names with texts")
     if not fields:
         raise RowError(f"unparsable: {template.parser} found nothing in the answer")
     if template.encode and not any(fields.get(name, "").strip() for name in template.encode):
         raise RowError(
-            f"missing-field: {template.parser} gave {', '.join(fields)}, but no text for "
+            f"missing-field: {template.parser} returned {', '.join(fields)}, but no text for "
             f"{' or '.join(template.encode)}, which `encode` in the template names"
         )
     return fields
@@ -201,7 +201,7 @@ def load_parser(path: Path) -> Callable[[str], Any]:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         if not callable(module.parse):
-            raise TypeError("parse is no function")
+            raise TypeError("parse is not a function")
         return module.parse
     except (Exception, SystemExit) as error:  # the user's program may raise anything, and end itself
         raise ConfigError(

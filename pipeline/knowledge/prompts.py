@@ -81,8 +81,8 @@ def render_shown(
     num_shown = bisect_left(range(len(events)), True, key=is_too_long) - 1
     if num_shown < 0:
         raise RowError(
-            f"too-long: the prompt has {len(encoded(0).token_ids)} tokens without any history, the limit is "
-            f"{max_prompt_tokens}"
+            f"too-long: the prompt has {len(encoded(0).token_ids)} tokens without any history; the limit "
+            f"(knowledge.max_prompt_tokens) is {max_prompt_tokens}"
         )
     return encoded(num_shown)
 

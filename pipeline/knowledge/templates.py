@@ -33,15 +33,15 @@ _AN = re.compile(r"(?!eu|one|use|usu|uni|uti)[aeiou]", re.IGNORECASE)
 def _only_fields(pattern: str, allowed: Collection[str], shows: Collection[str] = ()) -> str:
     control = CONTROL.search(pattern)
     if control:
-        raise ValueError(f"has {control.group()}, a control token of chat models: the chat template writes those")
+        raise ValueError(f"has {control.group()}, a control token of chat models: remove it, chat templates write it")
     try:
         fields = {name for _, name, _, _ in string.Formatter().parse(pattern) if name is not None}
     except ValueError as error:
-        raise ValueError(f"is not a format string: {error}; a brace that is meant is doubled, {{{{ or }}}}") from None
+        raise ValueError(f"is not a format string: {error}; write {{{{ and }}}} for literal braces") from None
     if fields - set(allowed):
         names = ", ".join(f"{{{name}}}" for name in sorted(fields - set(allowed)))
         allowed_names = ", ".join(f"{{{name}}}" for name in sorted(allowed))
-        raise ValueError(f"has {names}; fields are {allowed_names}; a brace that is meant is doubled, {{{{ or }}}}")
+        raise ValueError(f"has {names}; expected fields are {allowed_names}; write {{{{ and }}}} for literal braces")
     try:
         pattern.format(**(dict.fromkeys(allowed, "x") | {"number": 1}))
     except (ValueError, LookupError) as error:
@@ -59,7 +59,7 @@ def _distinct(names: Any) -> Any:
     """Names of parts of an answer, which must differ apart from case, since parsers ignore it."""
     read = [name.strip().lower() for name in names]
     if twice := [name for name in names if read.count(name.strip().lower()) > 1]:
-        raise ValueError(f"names the same twice, apart from case: {', '.join(twice)}; keep one of them")
+        raise ValueError(f"has names that are equal apart from case: {', '.join(twice)}; keep one of them")
     return names
 
 
@@ -221,23 +221,23 @@ class PromptTemplate(Strict):
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> "PromptTemplate":
         if self.side == "item" and self.history is not None:
-            raise ValueError("an item template has no history")
+            raise ValueError("an item template cannot have a `history`: remove it")
         words_of_line = re.sub(r"{.*?}", "", self.attributes.line)
         if not any(
             re.search(r"\w", text or "") for text in (self.system, self.instruction, self.request, words_of_line)
         ):
             raise ValueError(
-                "nothing is asked: `system`, `instruction` and `request` are empty, and `attributes.line` has no words"
+                "the prompt asks nothing: `system`, `instruction`, `request` and `attributes.line` have no words"
             )
         if self.parser in ("aspects", "attributes") and not self.factors:
-            raise ValueError(f"parser `{self.parser}` needs `factors`, the names of them; or take parser `free`")
+            raise ValueError(f"parser `{self.parser}` needs their names in `factors`; add them, or use parser `free`")
         if (self.parser == "json") != bool(self.fields):
-            raise ValueError("parser `json` needs `fields`, the names and kinds (text, list) of them; no other has any")
+            raise ValueError("parser `json` needs `fields`, names with kinds (text, list), and other parsers have none")
         if sum(form is not None for form in (self.json_schema, self.regex, self.grammar)) > 1:
-            raise ValueError("a template has one of `json_schema`, `regex` and `grammar`")
+            raise ValueError("a template has only one of `json_schema`, `regex` and `grammar`: remove the others")
         for name, most in self.max_items.items():
             if self.fields.get(name) != "list" or most < 1:
-                raise ValueError(f"`max_items` has {name}: {most}; it gives lists among `fields` a number above 0")
+                raise ValueError(f"`max_items` has {name}: {most}; expected a list of `fields` and a number above 0")
         parts = {"json": tuple(self.fields), "free": ("text",)}.get(self.parser, self.factors)
         for key, names in (("optional_fields", self.optional_fields), ("encode", self.encode)):
             for name in () if self.parser.endswith(".py") else names:  # the parts of a .py parser are unknown
@@ -366,7 +366,7 @@ def template_path(name: str, folder: str | Path | None = None) -> Path:
     path = next((path for place in folders if (path := place / f"{name}.yaml").is_file()), None)
     if path is None:
         available = ", ".join(sorted({path.stem for place in folders for path in place.glob("*.yaml")}))
-        own = " For one of your own, name it without folder and suffix, and set knowledge.template_dir to its folder."
+        own = " For your own, name it without folder and suffix, and set knowledge.template_dir to its folder."
         raise ConfigError(f"there is no prompt template {name!r}; templates are: {available}. Name one of these.{own}")
     return path
 
@@ -381,7 +381,7 @@ def load_template(name: str, folder: str | Path | None = None) -> PromptTemplate
     raw = read_yaml(path, "prompt template", "name another")
     for key in ("parser_path", "parser_sha256") if isinstance(raw, Mapping) else ():
         if key in raw:
-            raise ConfigError(f"prompt template {path}: {key} is no key of a file; `parser: {name}.py` names a parser")
+            raise ConfigError(f"prompt template {path}: {key} is not a key of a file; set `parser: {name}.py` instead")
     try:
         template = PromptTemplate.model_validate(raw)
     except ValidationError as error:
@@ -390,11 +390,11 @@ def load_template(name: str, folder: str | Path | None = None) -> PromptTemplate
     if faults := list(slips(raw, template)):
         raise ConfigError(f"prompt template {path}: {'; '.join(faults)}")
     if template.name != name:
-        raise ConfigError(f"prompt template {path} calls itself {template.name!r}; its name must be that of its file")
+        raise ConfigError(f"prompt template {path} has the name {template.name!r}; expected {name!r}, as its file")
     if not template.parser.endswith(".py"):
         return template
     parser = path.with_name(template.parser)
     if not parser.is_file():
-        raise ConfigError(f"prompt template {path}: its parser {parser} is not there; write it, or take another parser")
+        raise ConfigError(f"prompt template {path}: its parser {parser} is missing; write it, or name another parser")
     sha256 = hashlib.sha256(parser.read_bytes()).hexdigest()
     return template.model_copy(update={"parser_path": parser.resolve(), "parser_sha256": sha256})

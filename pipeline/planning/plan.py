@@ -161,14 +161,15 @@ def load_plan(run_dir: Path, side: Side) -> SidePlan | None:
     try:
         plan = _PLAN.validate_python(read_json(path))
     except (WorkspaceError, ValidationError) as error:
-        logger.warning("the plan %s cannot be used and is made again: %s", path, error)
+        logger.warning("the plan %s cannot be used, so the side is planned again: %s", path, error)
         return None
     num_postponed = plan.num_waiting + plan.num_without_text
     num_planned = (
         plan.num_carried_over + plan.num_unpromptable + num_postponed + sum(shard.num_rows for shard in plan.shards)
     )
     if num_planned != plan.num_entities:
-        logger.warning("the plan %s has %d of its %d entities and is made again", path, num_planned, plan.num_entities)
+        message = "the plan %s has only %d of its %d entities, so the side is planned again"
+        logger.warning(message, path, num_planned, plan.num_entities)
         return None
     return plan
 

@@ -24,4 +24,4 @@ def unless_damaged(read: Callable[[], Read], otherwise: Otherwise = None) -> Rea
 
 @cache
 def _warn_once(line: str) -> None:
-    logger.warning("%s This goes on without it.", line)
+    logger.warning("%s For now, the command continues without it.", line)

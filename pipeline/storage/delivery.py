@@ -95,7 +95,7 @@ class Destination:
                     return 0
                 self._put(run.root / name, target)
                 if self._sha256(target) != sha256:
-                    raise WorkspaceError(f"{self.uri}: {folder}/{name} is not there as it was sent. {ADVICE}.")
+                    raise WorkspaceError(f"{self.uri}: {folder}/{name} is not the file that was sent. {ADVICE}.")
                 return 1
 
             *names, last = files  # the last is `_SUCCESS`, by which readers of the folder itself see that it is whole
@@ -185,7 +185,7 @@ def _record(root: Path) -> dict:
         raise WorkspaceError(f'{path}: "places" is not a list of URIs; write every place that {root} delivered to')
     last = record.get("last", {})
     if not isinstance(last, dict) or not all(isinstance(delivered, dict) for delivered in last.values()):
-        raise WorkspaceError(f'{path}: "last" does not say by URI what was delivered; take it out of the file')
+        raise WorkspaceError(f'{path}: "last" is not an object of deliveries by URI; remove "last" from the file')
     return record
 
 

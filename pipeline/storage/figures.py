@@ -14,7 +14,7 @@ from laserbatch.pipeline.storage.stats import DecodingStats
 
 def _inside(path: str) -> str:
     if Path(path).is_absolute() or ".." in Path(path).parts:
-        raise ValueError(f"{path!r} leaves the folder of its run")
+        raise ValueError(f"{path!r} is not inside the folder of its run")
     return path
 
 

@@ -126,7 +126,7 @@ def _owners(path: Path, root: Path) -> list[tuple[str, Side]]:
         names = pq.read_schema(path).names
     except (pa.ArrowException, OSError) as error:
         raise WorkspaceError(
-            f"{path} cannot be read ({error}), so nobody knows whom it holds; restore it from a copy, or remove it"
+            f"{path} cannot be read ({error}), so it is unknown whose rows it has; restore it from a copy, or remove it"
         ) from None
     owners: list[tuple[str, Side]] = [(f"{side}_id", side) for side in SIDES if f"{side}_id" in names]
     parts = {*path.relative_to(root).parts, path.stem}

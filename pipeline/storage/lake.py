@@ -55,7 +55,7 @@ class LakeTables:
             raise ConfigError(f"deliver_to: found {uri}, expected {expected}")
         library, extra = ("deltalake", "delta") if is_delta else ("pyiceberg", "iceberg")
         if find_spec(library) is None:
-            raise ConfigError(f"deliver_to: {uri} needs {library}: `pip install 'laserbatch[{extra}]'`")
+            raise ConfigError(f"deliver_to: {uri} needs {library}; run `pip install 'laserbatch[{extra}]'`")
         return cls(uri)
 
     def published(self) -> dict:
@@ -79,8 +79,8 @@ class LakeTables:
             if sum(map(num_rows_of, files)) == 0:
                 if delivered:
                     raise WorkspaceError(
-                        f"{files[0]} has no rows, and the table {side}_features at {self.uri} would show an earlier "
-                        "run. Deliver to another place, or delete that table"
+                        f"{files[0]} has no rows, so the table {side}_features at {self.uri} would still show an "
+                        "earlier run. Deliver to another place, or delete that table"
                     )
                 continue
             highest = max((number for number, _ in delivered.values()), default=0)
@@ -163,8 +163,8 @@ class LakeTables:
         lengths = (len(vector) for batch in table.rows(["vector"]) for vector in batch["vector"])
         if (length := next(lengths, dim)) != dim:
             raise WorkspaceError(
-                f"{self.uri}: vectors of the table {name} have {length} numbers, those of the run {dim}, since it was "
-                f"made with another encoder (encoding.encoder). {advice}"
+                f"{self.uri}: vectors of the table {name} have {length} numbers, but those of the run have {dim}, "
+                f"because it has another encoder (encoding.encoder). {advice}"
             )
 
     def _table(self, side: Side) -> "_DeltaTable | _IcebergTable":

@@ -31,8 +31,8 @@ def hold_lock(root: Path) -> Iterator[None]:
         except BlockingIOError:
             holder = _holder(descriptor) or "another process"
             raise WorkspaceBusy(
-                f"the workspace {root} is in use by {holder}, or by workers that it left; wait for it to end "
-                "and run this again."
+                f"the workspace {root} is in use by {holder}, or by workers that it left; wait for it to end, then "
+                "give the command again."
             ) from None
         except OSError as error:
             raise WorkspaceError(
@@ -41,7 +41,7 @@ def hold_lock(root: Path) -> Iterator[None]:
             ) from None
         left_by = _holder(descriptor)
         if left_by:
-            logger.warning("the lock of %s was left by %s, which is gone; taking it over", root, left_by)
+            logger.warning("the lock of %s was left by %s, which has ended; it is taken over", root, left_by)
         os.ftruncate(descriptor, 0)
         with suppress(OSError):  # on a full disk: the text is only for people, and `pools gc` must be able to make room
             os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)

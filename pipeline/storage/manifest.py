@@ -133,7 +133,7 @@ class RunManifest:
     def load(cls, path: Path | str) -> "RunManifest":
         """Read a manifest. Raises WorkspaceError if it is missing, damaged, or of another format."""
         folder = Path(path).parent
-        anew = f"move {folder} away and run {folder.name[:10]} again (`laserbatch nightly`, of lists `recommend`)"
+        anew = f"move {folder} away and run {folder.name[:10]} again (`laserbatch nightly`; for lists `recommend`)"
         data = read_json(path, f", or {anew}")
         if data.get("format_version") != MANIFEST_VERSION:
             raise WorkspaceError(

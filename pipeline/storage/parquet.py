@@ -116,7 +116,7 @@ def read_parquet(path: Path | str, columns: Sequence[str] | None = None, schema:
     try:
         return pa.concat_tables(tables)
     except pa.ArrowInvalid as error:
-        raise WorkspaceError(f"the files of {path} differ in their columns: {error}. Write them again.") from None
+        raise WorkspaceError(f"{path}: its files differ in their columns: {error}. Write them again.") from None
 
 
 def iter_parquet(
@@ -134,8 +134,8 @@ def iter_parquet(
                 schemas = (opened.schema_arrow, first[1])
                 names, expected = (", ".join(f"{field.name} {field.type}" for field in schema) for schema in schemas)
                 raise WorkspaceError(
-                    f"{file} has the columns {names}; {first[0].name} beside it has {expected}. Write the files of a "
-                    "folder with the same columns."
+                    f"{file} has the columns {names}, but {first[0].name} next to it has {expected}. Write the files "
+                    "of a folder with the same columns."
                 )
             yield from opened.iter_batches(columns=columns, batch_size=ROW_GROUP_ROWS, row_groups=row_groups)
 
@@ -203,6 +203,6 @@ def _opened(path: Path, columns: Sequence[str]) -> Iterator[pq.ParquetFile]:
             yield file
     except (pa.ArrowException, OSError) as error:
         raise WorkspaceError(
-            f"{path} is damaged or not a Parquet file: {first_line(error)}. Restore it from a copy, or take it away: "
-            "the next night writes again what only it held."
+            f"{path} is damaged or not a Parquet file: {first_line(error)}. Restore it from a copy, or remove it: the "
+            "next night writes again what only this file had."
         ) from None

@@ -134,7 +134,7 @@ class RunFolder:
             if missing := sorted(listed - actual):
                 raise WorkspaceError(f"{self.root / missing[0]} is missing; {expected}. {again}")
             if added := sorted(actual - listed):
-                raise WorkspaceError(f"{self.root / added[0]} is there; {expected}. Move it away.")
+                raise WorkspaceError(f"{self.root / added[0]} is not a file of the run; {expected}. Move it away.")
             for part in figures.parts:
                 if (num_rows := num_rows_of(path := self.root / part.file)) != part.num_rows:
                     rows = f"{path} has {num_rows} rows, not {part.num_rows}"
@@ -156,8 +156,8 @@ class RunFolder:
         for side in SIDES:
             for path, num_rows in self.shards(side).lost():
                 raise WorkspaceError(
-                    f"{path} is missing; expected the texts of {num_rows} of its {side}s. Restore it from a copy, or "
-                    f"move {self.root} away and run {self.date} again (`laserbatch nightly`, of lists `recommend`)."
+                    f"{path} is missing; expected the texts of {num_rows} {side}s. Restore it from a copy, or "
+                    f"move {self.root} away and run {self.date} again (`laserbatch nightly`; for lists `recommend`)."
                 )
             if compare_bytes:
                 self.require_unchanged_texts(side)
@@ -171,8 +171,8 @@ class RunFolder:
         for path in parquet_files(self.knowledge_folder(side)):
             if path not in checksums:
                 raise WorkspaceError(
-                    f"{path} is there, but {self.root / 'shards' / side} lists no such file. Restore that folder from "
-                    "a copy, or move the file away: its texts are then written again."
+                    f"{path} is not listed in {self.root / 'shards' / side}. Restore that folder from a copy, or move "
+                    "the file away: its texts are then written again."
                 )
             self._require_sha256(path, checksums[path])
 

@@ -91,10 +91,10 @@ class SideShards:
                     files[self.quarantine_path(record.name)] = record.quarantine_sha256
                 changed = [file for file, sha256 in files.items() if not file.exists() or sha256_file(file) != sha256]
             except WorkspaceError as error:
-                logger.warning("shard record %s cannot be used and its shard is done again: %s", path, error)
+                logger.warning("shard record %s cannot be used, so its shard is written again: %s", path, error)
                 continue
             if changed:
-                logger.warning("%s is missing or changed since it was written; its shard is done again", changed[0])
+                logger.warning("%s is missing, or was changed, so its shard is written again", changed[0])
                 continue
             finished[record.name] = record
         return finished
@@ -147,7 +147,7 @@ class SideShards:
         try:
             return _SHARD_RECORD.validate_python(read_json(self._record_path(name)))
         except ValidationError as error:
-            raise WorkspaceError(f"{self._record_path(name)} is no record of a shard: {first_line(error)}.") from None
+            raise WorkspaceError(f"{self._record_path(name)} is not a shard's record: {first_line(error)}.") from None
 
     def _record_path(self, name: str) -> Path:
         return self._folder / f"{name}.json"

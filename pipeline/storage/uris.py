@@ -36,8 +36,8 @@ def without_credentials(uri: str) -> str:
     """The URI itself. Raises ConfigError, which does not show the URI, if it contains a password or a key."""
     if has_credentials(uri):
         raise ConfigError(
-            f"a {uri.partition('://')[0]}:// URI of the configuration or the command has a password or key in it; "
-            f"leave that out: credentials are {STANDARD_CHAIN}"
+            f"a {uri.partition('://')[0]}:// URI in the configuration or the command has a password or key in it; "
+            f"remove it: credentials are {STANDARD_CHAIN}"
         )
     return uri
 

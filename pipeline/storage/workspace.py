@@ -45,7 +45,7 @@ class Workspace:
                 f"or write {_VERSION_TEXT} to workspace.json if that was lost."
             )
         if not create:
-            raise WorkspaceError(f"{root} is not a workspace: nothing is there. Check it or run `laserbatch nightly`.")
+            raise WorkspaceError(f"{root} is not a workspace: it is missing or empty. Check the path, or run a night.")
         root.mkdir(parents=True, exist_ok=True)
         write_json({"format_version": WORKSPACE_VERSION}, version_file)
         return cls(root)
@@ -151,14 +151,14 @@ class Publication:
         pointer = self._pointer
         if not pointer.exists():
             return None
-        run_id = read_json(pointer, ", or delete it: the next `laserbatch nightly` restores it").get("run_id")
+        run_id = read_json(pointer, ", or delete it: the next night restores it").get("run_id")
         if not isinstance(run_id, str):
-            raise WorkspaceError(f"{pointer} names no run_id; the next `laserbatch nightly` restores it.")
+            raise WorkspaceError(f"{pointer} has no run_id; the next night restores it.")
         folder = self.workspace.run(run_id)
         if not folder.is_finished:
             raise WorkspaceError(
-                f"{pointer} names the run {run_id}, which is not there or not finished. `laserbatch runs rollback`, or "
-                "the next `laserbatch nightly`, points to the one that was published before it."
+                f"{pointer} names the run {run_id}, which is missing or not finished. `laserbatch runs rollback`, or "
+                "the next night, publishes the run before it."
             )
         return folder
 
@@ -204,7 +204,7 @@ class Publication:
         history, before = self._history, self.earlier_runs()
         if not before:
             raise WorkspaceError(
-                f"no run that is still there was published before {history['run_id']}; name one with "
+                f"of the runs that were published before {history['run_id']}, none is left; publish another one with "
                 "`laserbatch runs publish RUN`."
             )
         older = [run.run_id for run in before[1:]]

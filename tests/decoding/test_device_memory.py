@@ -129,7 +129,7 @@ def test_weights_keep_their_own_type_on_a_gpu(folder, monkeypatch):
 
     config, weights, cuda = AutoConfig.from_pretrained(folder), [folder / "model.safetensors"], torch.device("cuda")
     monkeypatch.setattr(load, "memory_of", gpu)
-    with pytest.raises(ModelError, match="does not fit cuda"):
+    with pytest.raises(ModelError, match="does not fit into the memory of cuda"):
         require_room(folder, weights, config, "auto", cuda)
     assert dtypes == ["cuda"]
     monkeypatch.setattr(load, "memory_of", roomy_gpu)

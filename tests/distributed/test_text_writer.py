@@ -100,7 +100,7 @@ def test_the_budget_is_chosen_by_steps_behind_prompts_as_long_as_those_of_the_fi
 def test_wrong_options_and_pools_of_another_tokenizer_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"TextWriter: max_new_token: .*did you mean 'max_new_tokens'"):
         TextWriter(max_new_token=5)
-    with pytest.raises(ConfigError, match="writes with our engine"):
+    with pytest.raises(ConfigError, match="engine vllm is not supported"):
         TextWriter(engine="vllm")
     with pytest.raises(ConfigError, match="'March' is not a date"):
         TextWriter(date="March")

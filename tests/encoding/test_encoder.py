@@ -85,7 +85,7 @@ def test_a_missing_folder_or_file_is_named(tiny_encoder, tmp_path):
         load(tmp_path / "copy")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "model.safetensors").write_bytes(b"x")
-    for config, message in (("{}", "not an encoder"), ('{"hidden_size": 0}', "sets hidden_size to 0; expected")):
+    for config, message in (("{}", "has no encoder"), ('{"hidden_size": 0}', "sets hidden_size to 0; expected")):
         (tmp_path / "empty" / "config.json").write_text(config)
         with pytest.raises(ModelError, match=message):
             load(tmp_path / "empty")

@@ -242,7 +242,7 @@ def test_a_new_vector_that_was_damaged_is_named_by_file_and_row_and_its_part_enc
     path = vectors.files[1]
     path.write_bytes(path.read_bytes().replace(np.float32(9).tobytes(), np.float32(7).tobytes()))
     assert vectors.read(np.array([3])).tolist() == [[6, 7]] and not is_saved(path, 2)
-    with pytest.raises(WorkspaceError, match=r"00001\.arrow, row 1: the vector is not that which was written"):
+    with pytest.raises(WorkspaceError, match=r"00001\.arrow, row 1: the vector does not fit its checksum"):
         vectors.read(np.array([3, 4]))
     path.write_bytes(b"cut")
     assert not is_saved(path, 2) and is_saved(vectors.files[0], 3) and not is_saved(vectors.files[0], 2)

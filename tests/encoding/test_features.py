@@ -50,7 +50,7 @@ def test_of_an_answer_without_the_chosen_fields_the_whole_text_is_encoded(tmp_pa
         part = TextPart(tmp_path / "rows.parquet", 0, 2, files, fields, tmp_path / "vectors")
         assert part.read()[0] == texts
     (warning,) = caplog.messages
-    assert "none of 2 texts has a part that `encode` in its template names (era, taste)" in warning
+    assert "none of 2 texts has a field that `encode` in its template names (era, taste)" in warning
 
 
 def written(knowledge, side, encoder, folder, settings=None):
@@ -113,7 +113,7 @@ def test_clusters_are_seeded_and_never_more_than_vectors():
 
 def test_a_file_that_is_no_codebook_is_refused(tmp_path):
     write_parquet(pa.table({"level": ["cluster_id"], "num_vectors": [1], "vector": [[0.5]]}), tmp_path / "c.parquet")
-    with pytest.raises(WorkspaceError, match=r"no codebook: its metadata lacks laserbatch\.codebook"):
+    with pytest.raises(WorkspaceError, match=r"not a codebook: its metadata lacks laserbatch\.codebook"):
         read_codebook(tmp_path / "c.parquet")
 
 

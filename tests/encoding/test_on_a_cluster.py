@@ -214,7 +214,7 @@ def test_an_error_that_a_task_meets_ends_the_night_as_itself(tiny_encoder, tmp_p
         return encode_part(part, *arguments)
 
     monkeypatch.setattr(encoding, "_encode_part", elsewhere)
-    with pytest.raises(ConfigError, match=r"does not see .*\d{5}\.parquet as the night does: every machine"):
+    with pytest.raises(ConfigError, match=r"does not see .*\d{5}\.parquet as the night wrote it: every machine"):
         encode_run(run.root, settings, start_cluster=start_cluster)
 
 

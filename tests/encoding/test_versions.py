@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from laserbatch.pipeline.encoding.schema import days_valid, feature_schema, moments, vector_column
-from laserbatch.pipeline.encoding.versions import read_versions
+from laserbatch.pipeline.encoding.versions import feature_versions, read_versions
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.parquet import write_parquet
 
@@ -84,5 +84,11 @@ def test_a_version_holds_until_the_next_and_of_one_day_the_later_runs(tmp_path):
 
 def test_ids_of_another_type_are_named(tmp_path):
     files = {"2025-01-01-aa": write_features(tmp_path / "1", [("a", "2025-01-01-aa", 1.0)])}
-    with tempfile.TemporaryFile() as scratch, pytest.raises(WorkspaceError, match="int64, the features of type string"):
+    with tempfile.TemporaryFile() as scratch, pytest.raises(WorkspaceError, match="int64, but the features"):
         read_versions(files, "user", scratch).of(pa.array([1]), np.array([20_000]))
+
+
+def test_runs_without_features_of_plain_texts_name_the_option_that_makes_them():
+    for of_plain, advice in ((False, r"Run `laserbatch nightly` first"), (True, r"plain texts .*compare_with_plain")):
+        with pytest.raises(WorkspaceError, match=advice), feature_versions([], of_plain):
+            pass

@@ -153,7 +153,7 @@ def test_a_night_goes_on_when_a_killed_server_is_there_again(tmp_path):
                 time.sleep(0.05)
             os.killpg(process.pid, signal.SIGKILL)
             output, _ = running.communicate(timeout=300)
-    assert running.returncode == 6 and "the same command goes on" in output, output
+    assert running.returncode == 6 and "the same command continues" in output, output
     before = {path: path.stat().st_mtime_ns for path in finished}
     with served(tmp_path, port):
         texts = night(tmp_path, "killed", decoding, **options)

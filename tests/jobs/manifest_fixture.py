@@ -308,7 +308,7 @@ def night_manifest() -> dict:
                 "user",
                 400,
                 236,
-                {"unparsable: no numbered aspect": 3, "too-long": 1},
+                {"unparsable: the answer has no numbered aspect with a text": 3, "too-long": 1},
                 {"collaborative": 318, "attribute": 82, "none": 0},
                 tonight["user"],
                 [

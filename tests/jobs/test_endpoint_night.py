@@ -71,7 +71,7 @@ def test_a_night_goes_on_after_its_server_was_gone_and_after_its_money_had_run_o
     server.fault = storm_and_leave
     without_server = run_here(capfd, *nightly)
     assert without_server.returncode == ExitCode.UNAVAILABLE == 6, without_server.stderr
-    assert "has answered nothing for" in without_server.stderr and "the same command goes on" in without_server.stderr
+    assert "has answered nothing for" in without_server.stderr and "the same command continues" in without_server.stderr
     run, num_first = RunFolder(next((folder / "workspace" / "runs").iterdir())), server.answered.total()
     manifest, num_kept = run.load_manifest(), num_rows(run)
     assert f"\nlaserbatch_cost {manifest.generation.endpoint.cost:.17g}\n" in textfile.read_text()

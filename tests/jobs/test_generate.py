@@ -161,7 +161,7 @@ def test_whatever_is_lost_of_an_unfinished_run_is_done_again_and_nothing_else(wo
         assert not list(night.run.root.rglob("*.tmp"))
 
 
-@pytest.mark.parametrize(("name", "said"), [("00000", "is damaged or was changed"), ("copy", "lists no such file")])
+@pytest.mark.parametrize(("name", "said"), [("00000", "is damaged or was changed"), ("copy", "is not listed in")])
 def test_texts_that_the_earlier_run_did_not_write_are_not_carried_over(world, write, name, said):
     night = opened(world, SECOND_DATE)
     folder = night.previous.knowledge_folder("user")

@@ -149,7 +149,7 @@ def test_what_was_published_is_rolled_back_run_by_run_and_published_again(worksp
         run_runs(workspace, capfd, "publish", run_id)
     assert run_runs(workspace, capfd, "rollback") == {"published": ids[1], "rolled_back": ids[2]}
     assert run_runs(workspace, capfd, "rollback") == {"published": ids[0], "rolled_back": ids[1]}
-    assert "no run that is still there was published before" in run_runs(workspace, capfd, "rollback", code=3)["error"]
+    assert "of the runs that were published before" in run_runs(workspace, capfd, "rollback", code=3)["error"]
     assert workspace.publication.rolled_back() == [ids[2], ids[1]] and workspace.publication.run().run_id == ids[0]
     assert run_runs(workspace, capfd, "publish", ids[2]) == {"published": ids[2], "published_before": ids[0]}
     assert workspace.publication.rolled_back() == [ids[1]]

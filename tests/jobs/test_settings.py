@@ -78,7 +78,7 @@ def test_blank_words_and_numbers_as_names_of_plugins_are_refused(tmp_path):
     for text, message in (
         ("knowledge: {words: {interacted: ' '}}", r"words\.interacted: expected a word, in one line \(found ' '\)"),
         ("knowledge: {words: {events: {play: ''}}}", r"words\.events\.play: expected a word"),
-        ("extensions: {3: {}}", "no installed package brings 3"),
+        ("extensions: {3: {}}", "no installed package provides 3"),
         ("ctr: {models: [din, gbdt, din]}", r"ctr\.models: names 'din' twice; keep one of them"),
         ("routing: {user_attributes: [a, b, a, a]}", r"c\.yaml: routing\.user_attributes: names 'a' twice; keep one"),
         ("knowledge: {paths: [b, b, a, a]}", r"knowledge\.paths: names 'a' twice.*; knowledge\.paths: names 'b' twice"),

@@ -97,9 +97,9 @@ def test_a_form_that_does_not_compile_is_refused_with_its_place(tmp_path):
         ({"regex": "(a"}, "regex: .*invalid regex"),
         ({"grammar": "start: A LINE\nA: /a/"}, r'grammar: .*at 1\(8\): unknown name: "LINE"'),
         ({"json_schema": {"type": "strin"}}, "json_schema: .*Invalid type: strin"),
-        ({"regex": "a{0}"}, r"regex allows no answer but the empty one \(found 'a.0.'\)"),
-        ({"grammar": 'start: ""'}, "grammar allows no answer"),
-        ({"grammar": "start: ONE\nONE: /a/ & /b/"}, "grammar allows no answer"),
+        ({"regex": "a{0}"}, r"regex allows only the empty answer \(found 'a.0.'\)"),
+        ({"grammar": 'start: ""'}, "grammar allows only the empty answer"),
+        ({"grammar": "start: ONE\nONE: /a/ & /b/"}, "grammar allows only the empty answer"),
     ):
         with pytest.raises(ConfigError, match=f"prompt template .*mine.yaml, line 7: {place}"):
             require_form(own(form, tmp_path), tmp_path / "mine.yaml")

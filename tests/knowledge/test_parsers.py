@@ -19,7 +19,7 @@ def test_an_answer_of_numbers_alone_is_no_answer():
         (USER, "1. Genre: 1\n2. Theme: 2 / 10"),
         (FACTS, f"{FACTS.factors[0]}: 7\n{FACTS.factors[1]}: -"),
     ):
-        with pytest.raises(RowError, match="unparsable: no field has a word"):
+        with pytest.raises(RowError, match="unparsable: no field has a letter"):
             parse_answer(parser, text)
     assert parse_answer(USER, "1. Genre: 1990\n2. Theme: Meer").fields == {"Genre": "1990", "Theme": "Meer"}
     assert parse_answer(USER, "1. Genre: 7\n2. Theme: 日本").fields["Theme"] == "日本"
@@ -137,7 +137,7 @@ def test_a_list_that_mostly_repeats_itself_is_refused():
 def test_attributes_are_lines_of_the_names_asked_for_in_any_list():
     text = "Here:\n1. **Subject**: the sea\n- style - slow\n* Budget: large\nAppeal:\n"
     assert parse_answer(FACTS, text).fields == {"Subject": "the sea", "Style": "slow"}
-    with pytest.raises(RowError, match=r"^unparsable: no line `Name: value` of Subject"):
+    with pytest.raises(RowError, match=r"^unparsable: the answer has no line `Name: value` for Subject"):
         parse_answer(FACTS, "A story of the sea.")
 
 
@@ -160,7 +160,7 @@ def test_a_parser_of_ones_own_stands_beside_its_template(tmp_path):
     (tmp_path / "mine.py").write_text(code + "    return text\n")
     load_parser.cache_clear()
     assert load_template("mine", tmp_path).parser_sha256 != template.parser_sha256
-    with pytest.raises(RowError, match="gave str; expected a dict"):
+    with pytest.raises(RowError, match="returned str; expected names"):
         parse_answer(template, "#sea")
 
 
@@ -309,7 +309,7 @@ def test_a_text_with_a_loop_in_it_is_no_answer():
     for period in (1, 3, 24):
         loop = np.resize(start[:period], 96)
         for text in (loop, np.concatenate([start, loop]), np.concatenate([loop, start + 100])):  # a form may end one
-            with pytest.raises(RowError, match=rf"^loops: it says the same {period} tokens again"):
+            with pytest.raises(RowError, match=rf"^loops: the answer repeats the same {period} tokens"):
                 require_answer(USER, "a a a", text, prompt)
     for whole in (np.concatenate([start, np.resize(start[:25], 96)]), start[:50], np.resize(start[:1], 95)):
         require_answer(USER, "a a a", whole, prompt)

@@ -37,15 +37,15 @@ def test_a_folder_of_ones_own_comes_first(tmp_path):
         (MINIMAL.replace("version: 2\n", ""), "version"),
         (MINIMAL + "history: {}\n", "history"),
         (MINIMAL + "attributes:\n", r"attributes: expected keys .*found nothing"),
-        (MINIMAL.replace("free", "aspects"), "needs `factors`"),
+        (MINIMAL.replace("free", "aspects"), "needs their names in `factors`"),
         (MINIMAL.replace("2", "two"), r"version: .*\(found 'two'\)"),
-        (MINIMAL.replace("mine", "other"), "calls itself"),
+        (MINIMAL.replace("mine", "other"), "has the name"),
         ("a: [", "not YAML"),
         (
             MINIMAL.replace("Describe.", "Describe the {itm}."),
             r"line 6: instruction: has \{itm\}; fields are",
         ),
-        (MINIMAL + 'request: |-\n  As {"a": 1}\n', r"line 7: request: .*a brace that is meant is doubled"),
+        (MINIMAL + 'request: |-\n  As {"a": 1}\n', r"line 7: request: .*for literal braces"),
         (MINIMAL.replace("Describe.", "Describe {item:d}."), r"line 6: instruction: is not .*code 'd'.*; leave"),
         (MINIMAL.replace("Describe.", "Describe {item:{user}}."), "line 6: instruction: is not a format string"),
         (MINIMAL + "attributes: {line: '{value!x}'}\n", "attributes.line: is not a format string"),
@@ -62,9 +62,9 @@ def test_a_folder_of_ones_own_comes_first(tmp_path):
         (MINIMAL + "attributes:\n  line: '{nonsense}'\n", "line 8: attributes.line"),
         (MINIMAL.replace("free", "json") + "fields: {a: text}\nencode: [b]\n", "'b', but parser `json` gives a$"),
         (MINIMAL + "encode: [summary]\n", "`encode` has 'summary', but parser `free` gives text$"),
-        (MINIMAL + "encode: [text, Text]\n", "line 7: encode: names the same twice, apart from case: text, Text"),
-        (MINIMAL.replace("free", "json") + "fields: {a: text, 'A ': list}\n", "line 7: fields: names the same twice"),
-        (MINIMAL.replace("free", "attributes") + "factors: [Mood, mood]\n", "line 7: factors: names the same twice"),
+        (MINIMAL + "encode: [text, Text]\n", "line 7: encode: has names that are equal apart from case: text, Text"),
+        (MINIMAL.replace("free", "json") + "fields: {a: text, 'A ': list}\n", "line 7: fields: has names that are eq"),
+        (MINIMAL.replace("free", "attributes") + "factors: [Mood, mood]\n", "line 7: factors: has names that are"),
         (MINIMAL.replace("free", "attributes") + "factors: [Mood, '']\n", r"factors\.1: expected a word"),
         (MINIMAL.replace("free", "aspects") + 'factors: ["Mood\\nTone"]\n', r"factors\.0: expected .*in one line"),
         (MINIMAL + "attributes: {line: '- {label}'}\n", r"line 7: attributes\.line: has no \{value\}, so"),
@@ -72,10 +72,10 @@ def test_a_folder_of_ones_own_comes_first(tmp_path):
             MINIMAL.replace("side: item", "side: user") + "history: {line_unrated: '{number}.'}\n",
             r"history\.line_unrated: has no \{title\} or \{attributes\}, so prompts",
         ),
-        (MINIMAL + "parser_path: x\n", "parser_path is no key"),
+        (MINIMAL + "parser_path: x\n", "parser_path is not a key"),
         (
             MINIMAL.replace("Describe.", '""') + "attributes: {heading: 'Item:'}\n",
-            "nothing is asked: `system`, .*no words",
+            "the prompt asks nothing: `system`, .*no words",
         ),
     ],
 )
@@ -166,7 +166,7 @@ def test_factors_are_a_team_s_own():
 
 @pytest.mark.parametrize("factors", [["Pay", "pay "], [" "]])
 def test_factors_that_are_blank_or_alike_are_refused(factors):
-    with pytest.raises(ValueError, match=r"item_factors(?s:.*)(names the same twice|expected a word)"):
+    with pytest.raises(ValueError, match=r"item_factors(?s:.*)(has names that are equal|expected a word)"):
         KnowledgeSettings(item_factors=factors)
 
 

@@ -109,7 +109,7 @@ def test_a_damaged_file_of_places_is_refused_by_name(workspace, place):  # noqa:
     with pytest.raises(WorkspaceError, match=f'{PLACES}: "places" is not a list of URIs'):
         deliver(workspace, place)
     (workspace.root / PLACES).write_text('{"places": ["s3://b/p"], "last": {"s3://b/p": "2025-03-01-aaaaaaaa"}}')
-    with pytest.raises(WorkspaceError, match=f'{PLACES}: "last" does not say by URI'):
+    with pytest.raises(WorkspaceError, match=f'{PLACES}: "last" is not an object of deliveries'):
         last_deliveries(workspace.root)
     (workspace.root / PLACES).write_text("{")
     with pytest.raises(WorkspaceError, match=f"{PLACES} is damaged.*write .*every place"):

@@ -60,7 +60,7 @@ def test_opening_twice_is_the_same_workspace(workspace):
 
 
 def test_what_is_no_workspace_is_refused(tmp_path):
-    with pytest.raises(WorkspaceError, match="nothing is there"):
+    with pytest.raises(WorkspaceError, match="it is missing or empty"):
         Workspace.open(tmp_path / "none", create=False)
     (tmp_path / "thesis.tex").write_text("precious")
     with pytest.raises(WorkspaceError, match="not a workspace"):
@@ -255,10 +255,10 @@ def test_a_run_that_is_rolled_back_while_its_folder_is_away_comes_back_rolled_ba
 
 def test_a_pointer_to_nothing_is_an_error_not_an_empty_answer(workspace):
     write_json({"run_id": "2025-03-01-aaaaaaaa"}, workspace.root / "published.json")
-    with pytest.raises(WorkspaceError, match=r"not there or not finished.*runs rollback"):
+    with pytest.raises(WorkspaceError, match=r"missing or not finished.*runs rollback"):
         workspace.publication.run()
     write_json({}, workspace.root / "published.json")
-    with pytest.raises(WorkspaceError, match="names no run_id"):
+    with pytest.raises(WorkspaceError, match="has no run_id"):
         workspace.publication.run()
 
 
