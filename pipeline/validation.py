@@ -56,7 +56,7 @@ def read_yaml(path: Path, what: str, advice: str) -> Any:
     try:
         return yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except FileNotFoundError:
-        raise ConfigError(f"the {what} {path} is missing; {advice}") from None
+        raise ConfigError(f"the {what} {path} is not there; {advice}") from None
     except OSError as error:
         raise ConfigError(f"the {what} {path} cannot be read ({error.strerror}); {advice}") from None
     except _KeyTwice as error:

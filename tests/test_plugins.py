@@ -37,14 +37,14 @@ def test_the_class_of_an_entry_point_drafts(entries):
 
 def test_an_unknown_name_is_refused_with_those_that_there_are(entries):
     entries.append(brought("nothing", f"{__name__}:Nothing"))
-    with pytest.raises(ValueError, match=r"brings 'nothin'\. Did you mean 'nothing'\? There are previous, .*pool"):
+    with pytest.raises(ValueError, match=r"provides 'nothin'\. Did you mean 'nothing'\? There are: previous, .*pool"):
         DecodingSettings(drafters=("nothin",))
 
 
 def test_without_any_package_the_core_has_its_own_drafters_and_rules(entries):
     assert DecodingSettings().plugin_drafters == () and not DecodingSettings().verifier_samples
     with pytest.raises(
-        ValueError, match=r"brings 'typical'\. There are greedy, top_k, probability, relaxed \(built in\) \["
+        ValueError, match=r"provides 'typical'\. There are: greedy, top_k, probability, relaxed \(built in\) \["
     ):
         DecodingSettings(verifier="typical")
 

@@ -43,7 +43,7 @@ def test_merged_keys_and_keys_of_other_types_are_not_the_same(tmp_path, text, re
 @pytest.mark.parametrize("value", ["2025-02-30", "!!int b", "!!bool b", "!!timestamp b"])
 def test_a_value_that_yaml_cannot_read_is_refused_by_its_line(tmp_path, value):
     (tmp_path / "file.yaml").write_text(f"x: 1\na: {value}\n")
-    with pytest.raises(ConfigError, match=r"is not YAML: '.*' is no .*; put a text in quotes in line 2, column 4"):
+    with pytest.raises(ConfigError, match=r"YAML: '.*' is not a valid .*; put a text in quotes in line 2, column 4"):
         read_yaml(tmp_path / "file.yaml", "mapping", "write one")
 
 

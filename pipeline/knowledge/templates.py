@@ -395,6 +395,6 @@ def load_template(name: str, folder: str | Path | None = None) -> PromptTemplate
         return template
     parser = path.with_name(template.parser)
     if not parser.is_file():
-        raise ConfigError(f"prompt template {path}: its parser {parser} is missing; write it, or name another parser")
+        raise ConfigError(f"prompt template {path}: its parser {parser} is not there; write it, or name another parser")
     sha256 = hashlib.sha256(parser.read_bytes()).hexdigest()
     return template.model_copy(update={"parser_path": parser.resolve(), "parser_sha256": sha256})

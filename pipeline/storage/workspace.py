@@ -157,7 +157,7 @@ class Publication:
         folder = self.workspace.run(run_id)
         if not folder.is_finished:
             raise WorkspaceError(
-                f"{pointer} names the run {run_id}, which is missing or not finished. `laserbatch runs rollback`, or "
+                f"{pointer} names the run {run_id}, which is not there or not finished. `laserbatch runs rollback`, or "
                 "the next night, publishes the run before it."
             )
         return folder

@@ -131,7 +131,7 @@ def _check_interactions(
             if kind == ids_of_table.kind:
                 comparable[column] = table, ids_of_table
                 continue
-            found = f"the column is of type {kind}, but of type {ids_of_table.kind} in {table}"
+            found = f"the column is of type {kind}, but {table}.{column} is of type {ids_of_table.kind}"
             advice = "write ids of one type, or set `ids` in the mapping of `laserbatch data import`"
             findings.add(Finding("types-differ", "interactions", found, "one type", advice, column, part.name))
         for first_row, batch in _checked_batches(part, findings, sound):
@@ -143,7 +143,7 @@ def _check_interactions(
                     values.is_valid().to_numpy(zero_copy_only=False) & (ids_of_table.find(values) < 0)
                 )
                 found = f"{table} has no such {column}:"
-                advice = f"runs leave up to half of the rows out; add it to {table}, or drop the row"
+                advice = f"runs leave such rows out, if they are at most half; add the id to {table}, or drop the row"
                 finding = Finding("unknown-entity", "interactions", found, f"ids of {table}", advice, column, part.name,
                                   is_warning=True)  # fmt: skip
                 findings.add_rows(finding, rows, first_row, values)
@@ -168,7 +168,7 @@ def _are_sound(ids: pa.ChunkedArray, known: IdCodes) -> bool:
 def _check_classes(lowest: float, highest: float, is_rated: bool, positive_rating: float, findings: Findings) -> None:
     """Warn if no CTR model can be trained, because all interactions are of one class."""
     expected = f"ratings on both sides of {positive_rating:g} (ctr.label)"
-    what_then = "CTR models are not trained otherwise"
+    what_then = "otherwise no CTR models are trained"
     if not is_rated:
         advice = "set ctr.label to `all`, which samples negatives, or to a rule on another column, such as "
         advice += f"`event == 'purchase'`; {what_then}"
@@ -190,7 +190,7 @@ def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
     units, time_findings = integer_times(table, [file.path for file in listing.files])
     findings.add(*time_findings)
     for sentence in name_left_out(listing.left_out):
-        expected, advice = "only Parquet files with rows", "move them away, or write them as the others are"
+        expected, advice = "only Parquet files with rows", "move them away, or write them like the other files"
         findings.add(Finding("left-out", table, sentence, expected, advice, is_warning=True))
     kinds: dict[str, dict[str, str | None]] = {}  # file -> column -> type
     num_rows = 0
@@ -221,7 +221,7 @@ def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
 
 def _differences(table: str, name: str, kinds: dict[str, dict[str, str | None]]) -> Iterator[Finding]:
     """Findings about columns and types in which the last file of `kinds` differs from the files before it."""
-    advice = "write all files of a table alike"
+    advice = "write all files of a table with the same columns and types"
     first = next(iter(kinds))
     for column in sorted((kinds[name].keys() ^ kinds[first].keys()).difference(REQUIRED_COLUMNS[table])):
         found = f"the column is {'not in' if column in kinds[name] else 'missing, but it is in'} {first}"

@@ -108,17 +108,17 @@ def _null_in_list(values: pa.Array) -> pa.Array:
 
 
 _UTF8 = Rule("bad-text", "the text is not UTF-8:", "text in UTF-8",
-             "write the column again, from text that was read in its own encoding", _not_utf8)  # fmt: skip
+             "write the column again in UTF-8, after reading its source in the right encoding", _not_utf8)  # fmt: skip
 _TIME_EXPECTED = "a timestamp, or int64 unix seconds"
 _KNOWN_TIME = Rule("bad-timestamp", "the time is null:", _TIME_EXPECTED, "correct it, or drop the row", pc.is_null)
 IN_RANGE = Rule(
     "bad-timestamp", "the time is out of range:", "a time between 1900 and 2200; integers are seconds since 1970",
-    "divide milliseconds by 1000, or name the unit in `laserbatch data import`", _out_of_range,
+    "divide milliseconds by 1000, or set the `unit` in the mapping of `laserbatch data import`", _out_of_range,
 )  # fmt: skip
 _TIME_RULES = (
     IN_RANGE,
-    Rule("odd-timestamp", "the time is before 1971 or more than a year ahead:", "a time of this age",
-         "name the right unit in `laserbatch data import`, or let it be if it is meant", _odd, True),
+    Rule("odd-timestamp", "the time is before 1971 or more than a year ahead:", "a time between these",
+         "if it is wrong, set the `unit` in the mapping of `laserbatch data import`", _odd, True),
 )  # fmt: skip
 
 
@@ -151,7 +151,7 @@ TITLE = Role(
     rules=(
         _UTF8,
         Rule("null-title", "the title is empty:", "a title",
-             "fill it in, or drop the item; a run quarantines up to gates.max_failed_share of the items", blank, True),
+             "fill it in, or drop the item; runs quarantine such items, up to gates.max_failed_share", blank, True),
     ),
     advice="`laserbatch data import` converts it",
 )  # fmt: skip
@@ -169,9 +169,9 @@ RATING = Role(
     plain=sc.plain_column,
     rules=(
         Rule("bad-rating", "the rating is no number:", "a number",
-             "correct it, drop the row, or leave the whole column out", _infinite),
+             "correct it, drop the row, or remove the column", _infinite),
         Rule("no-rating", "there is no rating:", "a number",
-             "histories show the row all the same; CTR models leave it out where ctr.label asks for the rating",
+             "histories still show the row; CTR models leave it out if ctr.label needs the rating",
              partial(pc.is_null, nan_is_null=True), is_warning=True),
     ),
     advice="`laserbatch data import` converts it",
@@ -182,7 +182,7 @@ EVENT = Role(
     accepts=lambda kind: pt.is_null(kind) or sc.plain_type(kind) == pa.string(),
     plain=lambda column: column if pt.is_null(column.type) else sc.plain_column(column).dictionary_encode(),
     rules=(_UTF8,),
-    advice="write its codes as words (`click`, `purchase`), or call the column something else",
+    advice="write its codes as words (`click`, `purchase`), or rename the column",
 )
 ATTRIBUTE = Role(
     expected="a scalar or a list of strings",
@@ -194,7 +194,7 @@ ATTRIBUTE = Role(
              _null_in_list),
     ),
     advice="leave it out (`laserbatch data import` with the `attributes` that you want), or write its parts as "
-    "columns of their own",
+    "separate columns",
 )  # fmt: skip
 
 _ROLES = {
@@ -216,7 +216,7 @@ def schema_findings(table: str, file: str, schema: pa.Schema) -> list[Finding]:
         if column not in schema.names:
             found = f"the column is missing; there are {', '.join(schema.names) or 'none'}"
             advice = "rename the column that holds it, or map it with `laserbatch data import`"
-            findings.append(Finding("missing-column", table, found, "it to be there", advice, column, file))
+            findings.append(Finding("missing-column", table, found, "this column", advice, column, file))
     for field in schema:
         role = role_of(table, field.name)
         if role is not None and not role.accepts(field.type):
@@ -232,8 +232,8 @@ def schema_findings(table: str, file: str, schema: pa.Schema) -> list[Finding]:
 def _type_advice(field: pa.Field, role: Role) -> str:
     kind = field.type
     if pt.is_null(kind):
-        return "it holds nothing: fill it in" + (", or leave it out" if role is RATING else "")
+        return "the column has no values: fill it in" + (", or leave it out" if role is RATING else "")
     if role is not ATTRIBUTE and (not sc.is_attribute_type(kind) or pt.is_time(kind) or pt.is_duration(kind)):
-        return "write it so; bytes as text, for example in hexadecimal"
+        return "write the column in that type; bytes as text, for example in hexadecimal"
     is_number = pt.is_floating(kind) or pt.is_decimal(kind)
     return role.advice.format(column=field.name, id_type="int64" if is_number else "string")

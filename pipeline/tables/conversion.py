@@ -72,7 +72,7 @@ def whole_numbers(column: pa.Array) -> pa.Array:
 def uncut(ids: pa.Array) -> pa.Array:
     """The same ids. Raises ConversionFault for 1.23E+11 or 123,456, which spreadsheets make of long numbers."""
     is_cut = pc.match_substring_regex(pc.utf8_trim_whitespace(ids), _CUT_ID)
-    _refuse(ids, is_cut, "an id with all of its digits alone; export the column as text")
+    _refuse(ids, is_cut, "an id with all of its digits and nothing else; export the column as text")
     return ids
 
 

@@ -25,7 +25,7 @@ from laserbatch.pipeline.tables.settings import FileFormat, SourceFiles
 CHUNK_BYTES = 1 << 24
 _MARKS = (
     (b"PK\x03\x04", "a spreadsheet (.xlsx, .ods) or a zip archive"), (b"\xd0\xcf\x11\xe0", "a spreadsheet (.xls)"),
-    (b"\x1f\x8b", "compressed by gzip, so that its name has to end in .gz"), (b"PAR1", "Parquet, as its name must say"),
+    (b"\x1f\x8b", "a gzip file, whose name must end in .gz"), (b"PAR1", "Parquet, whose name must end in .parquet"),
     (b"SQLite f", "a database of SQLite"), (b"ORC", "ORC"), (b"Obj\x01", "Avro"),
 )  # fmt: skip
 _DATABASE_NULLS = ["\\N", "NULL"]
@@ -131,8 +131,8 @@ class _Doubts:
         if is_header.true_count:
             row = first_row + pc.index(is_header, True).as_py()
             raise TableError(
-                f"{self.path}, row {row}: the row repeats the names of the columns, as where files were joined, or as "
-                "a header does where the mapping sets `column_names`. Take it out, or leave out `column_names`."
+                f"{self.path}, row {row}: the row repeats the names of the columns, as in joined files, or as a header "
+                "does if the mapping sets `column_names`. Remove the row, or leave out `column_names`."
             )
         for name, column in zip(rows.schema.names, rows.columns, strict=True):
             text_bytes = column.buffers()[2]  # bytes of all strings; they show that most batches raise no doubt
@@ -161,13 +161,13 @@ class _Doubts:
     def notes(self) -> Iterator[str]:
         """A sentence for each kind of doubt."""
         nulls = f"`csv: {{null_values: {json.dumps(_DATABASE_NULLS)}}}`"
-        kept, advice = "field in quotes, which were kept as text", "set `csv: {quote: '\"'}` in the mapping."
+        kept, advice = "field in quotes, with the quotes kept as text", "set `csv: {quote: '\"'}` in the mapping."
         if self.form.quote:
-            kept = "field in quotes behind a blank, which were kept as text"
-            advice = "export the file without blanks behind delimiters."
+            kept = "field in quotes after a blank, with the quotes kept as text"
+            advice = "export the file without blanks after delimiters."
         for doubt, what, what_then in (
-            (self.nulls, "field kept as text", f"If they mean that nothing is known, set {nulls} in the mapping."),
-            (self.single_quotes, "field in single quotes, kept as text",
+            (self.nulls, "field kept as text", f"If such a field means a missing value, set {nulls} in the mapping."),
+            (self.single_quotes, "field in single quotes, with the quotes kept as text",
              'If the quotes enclose fields, set `csv: {quote: "\'"}` in the mapping.'),
             (self.over_lines, "quoted field over several lines",
              "If quotes are plain text in this file, set `csv: {quote: null}` in the mapping."),
@@ -192,12 +192,12 @@ def _no_text(path: Path, place: str) -> str:
     with pa.input_stream(str(path)) as raw:
         start = raw.read(1024)
     if (kind := kind_of_bytes(start)) is not None:
-        return f"{path} is no text, but {kind}. Export it as CSV or Parquet."
+        return f"{path} is not text, but {kind}. Rename it, or export it as CSV or Parquet."
     odd, even = start[1::2].count(0), start[::2].count(0)
     if max(odd, even) > len(start) // 4:
         encoding = _marked_encoding(start) or ("utf-16-le" if odd > even else "utf-16-be")
         return f"{path} looks like UTF-16; set `csv: {{encoding: {encoding}}}` in the mapping."
-    return f"{path}, {place}: the text holds a zero byte. Take it out, or export the file again."
+    return f"{path}, {place}: the text has a zero byte. Remove it, or export the file again."
 
 
 def kind_of_bytes(start: bytes) -> str | None:
@@ -241,8 +241,8 @@ def _encoding_doubt(path: Path, encoding: str) -> str | None:
     except UnicodeDecodeError:
         return None
     return None if is_ascii else (
-        f"{path} is read as {encoding}, but is UTF-8 from its first to its last byte; take `encoding` out of the "
-        "mapping if its letters come out wrong"
+        f"{path} is read as {encoding}, but all of it is valid UTF-8; remove `encoding` from the mapping if letters "
+        "are wrong"
     )  # fmt: skip
 
 
@@ -271,14 +271,14 @@ def _quote_fault(path: Path, form: FileFormat, is_sure: bool = False) -> str | N
     place = f"{path}, line {before + 1}: {line[:_SHOWN]!r}{' ...' * (len(line) > _SHOWN)}"
     if "unexpected end" in reason:
         return (
-            f"{place}: a quote is never closed, so the rows behind it are part of the field. Close it, or double it "
-            "where it is meant; if quotes are plain text in this file, set `csv: {quote: null}` in the mapping."
+            f"{place}: a quote is never closed, so the rows after it are part of the field. Close it, or double it if "
+            "it is part of the text; if quotes are plain text in this file, set `csv: {quote: null}` in the mapping."
         )
     advice = "if quotes are plain text in this file, set `csv: {quote: null}`"
     if f"\\{form.quote}" in line and not form.escape:
-        advice = 'where a backslash stands before quotes, set `csv: {escape: "\\\\"}`'
+        advice = 'if a backslash escapes quotes, set `csv: {escape: "\\\\"}`'
     return (
-        f"{place}: a field in quotes goes on after its closing quote ({reason}). Double each quote that is part of a "
+        f"{place}: a field in quotes continues after its closing quote ({reason}). Double each quote that is part of a "
         f"text; or, {advice} in the mapping."
     )
 

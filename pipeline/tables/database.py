@@ -67,13 +67,13 @@ def query_rows(database: Path | str, query: str, table: str) -> Iterator[pa.Reco
         raise _refused(path, table, found, f"pip install 'laserbatch[{extra}]'") from None
     except Exception as error:  # the classes of the libraries' errors are unknown without them
         after = f" after {num_rows:,} rows" if num_rows else ""
-        found = f"cannot be asked{after} ({first_line(error)})"
+        found = f"cannot be queried{after} ({first_line(error)})"
         advice = "correct `database` or `query` in the mapping"
         if isinstance(database, str):
-            advice += ", see that the server runs and takes the password of PGPASSWORD or PGPASSFILE, and import again"
+            advice += ", check that the server runs and accepts the password in PGPASSWORD or PGPASSFILE, and try again"
         raise _refused(path, table, found, advice) from None
     if not num_rows:
-        raise _refused(path, table, "has no rows for the query", "correct `query` in the mapping")
+        raise _refused(path, table, "returned no rows for the query", "correct `query` in the mapping")
 
 
 def _rows(path: Path, query: str, table: str) -> Iterator[pa.RecordBatch]:
@@ -115,7 +115,7 @@ def _plain(column: pa.Array, field: pa.Field, uri: str, table: str) -> pa.Array:
         return storage.cast(pa.decimal128(declared >> 16, declared & 0x7FF))
     advice = f"write `CAST({field.name} AS {'double precision' if kind == 'numeric' else 'text'}) AS {field.name}`"
     found = f"the column has the type {kind}{' of any number of digits' if kind == 'numeric' else ''}:"
-    expected = "a type that Arrow has"
+    expected = "a type that Arrow supports"
     where = str(shown_database(uri))
     raise FaultyTable(Finding("database-type", table, found, expected, f"{advice} in the query", field.name, where))
 
@@ -172,7 +172,7 @@ def _fetched(cursor: sqlite3.Cursor) -> Iterator[list[tuple]]:
 
 def _mixed(path: Path, table: str, column: str, first: tuple[int, object], other: tuple[int, object]) -> FaultyTable:
     (first_row, first_value), (row, value) = first, other
-    found = f"the value has another type than that of row {first_row} ({first_value!r}):"
+    found = f"the value has another type than the one in row {first_row} ({first_value!r}):"
     advice = f"correct the row, or write `CAST({column} AS TEXT) AS {column}` in the query"
     expected = "values of one type in a column"
     return FaultyTable(

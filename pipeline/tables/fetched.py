@@ -91,7 +91,8 @@ def _fetched(uri: str, names: tuple[str, ...]) -> Path:
             pafs.copy_files(f"{root}/{name}", str(target), filesystem, pafs.LocalFileSystem(), chunk_size=BLOCK_BYTES)
             if target.stat().st_size != size_and_time[0]:
                 raise TableError(
-                    f"{shown_path(target)} came with {target.stat().st_size:,} of {size_and_time[0]:,} bytes"
+                    f"{shown_path(target)}: {target.stat().st_size:,} of {size_and_time[0]:,} bytes arrived; give the "
+                    "same command again"
                 )
         if listed() != files:
             raise TableError(f"the tables of {uri} changed while they were read; give the same command again")

@@ -124,7 +124,7 @@ def read_sources(folder: Path, note: Callable[[str], object] = lambda text: None
                         head = head.set_column(head.column_names.index(name), name, points)
                 sources.append(SourceTable(path.name, head, options, is_whole))
     if not sources:
-        raise TableError(f"{folder} holds no Parquet or CSV file with rows; expected users, items and interactions")
+        raise TableError(f"{folder} has no Parquet or CSV file with rows; expected users, items and interactions")
     return sources
 
 
@@ -132,7 +132,7 @@ def _without_doubled(head: pa.Table, path: Path, note: Callable[[str], object]) 
     """The columns with unique names; a mapping cannot name others."""
     doubled = [name for name, count in Counter(head.column_names).items() if count > 1]
     if doubled:
-        note(f"{path}: columns are left out, since several have the same name: {', '.join(map(repr, doubled))}")
+        note(f"{path}: columns are left out, because several have the same name: {', '.join(map(repr, doubled))}")
     return head.select([place for place, name in enumerate(head.column_names) if name not in doubled])
 
 
@@ -162,8 +162,8 @@ def _csv_options(path: Path, note: Callable[[str], object]) -> dict[str, Any]:
             options["encoding"] = "cp1252"
             excerpt = start[max(0, error.start - 20) : error.end + 20].decode("cp1252", "replace")
             note(
-                f"{path} is not UTF-8; that it is cp1252 (Western Europe) is a guess, which reads {excerpt!r}. If "
-                "letters are wrong there, set `encoding` in the mapping to the one it was written in: cp1250 (Central "
+                f"{path} is not UTF-8; it is read as cp1252 (Western Europe), a guess that gives {excerpt!r}. If "
+                "letters are wrong there, set `encoding` in the mapping to the file's encoding: cp1250 (Central "
                 "Europe), cp1251 (Cyrillic), gb18030, ..."
             )
     header = start.split(b"\n", 1)[0].decode("latin-1")
@@ -198,7 +198,7 @@ def guess_mapping(sources: list[SourceTable]) -> GuessedMapping:
             guessed.notes.append(f"{source.name} is not used")
     for path, reason in guessed.reasons.items():
         if reason.startswith("no guess"):
-            guessed.notes.append(f"{'.'.join(path)} is left for you to fill in ({reason})")
+            guessed.notes.append(f"{'.'.join(path)} is empty in the mapping; fill it in ({reason})")
     return guessed
 
 
@@ -250,7 +250,7 @@ def _add_entities(guessed: GuessedMapping, table: str, source: SourceTable, colu
         name: f"of type {source.head[name].type}, not {ATTRIBUTE.expected}"
         for name in names if not ATTRIBUTE.accepts(source.head[name].type)
     }  # fmt: skip
-    left_out |= dict.fromkeys(filter(is_unnamed, names), "it has no name of its own, as row numbers of pandas")
+    left_out |= dict.fromkeys(filter(is_unnamed, names), "it has no name, like row numbers that pandas writes")
     usable = [name for name in names if name not in left_out]
     personal = personal_columns(source.head, "user" if table == "users" else "item", usable)
     left_out |= {name: f"looks like {looks_like}" for name, looks_like in personal.items()}
@@ -284,8 +284,8 @@ def _add_log(guessed: GuessedMapping, log: SourceTable, of_user: Join, of_item: 
             used.append(guess.value)
     if unused := [name for name in log.head.column_names if name not in used]:
         guessed.notes.append(
-            f"columns of interactions that are not used: {', '.join(unused)}; if one is the label of CTR models, map "
-            "it as rating (a number) or event (a text)"
+            f"columns of interactions that are not used: {', '.join(unused)}; if one of them is the label of CTR "
+            "models, map it as rating (a number) or event (a text)"
         )
 
 
@@ -296,7 +296,7 @@ def _add_time(guessed: GuessedMapping, path: tuple[str, str], time: TimeGuess) -
     if time.doubt is not None:
         both = f"{time.unit} and {time.doubt} fit all {time.column.value} in the rows seen"
         guessed.reasons[table, key, "unit"] = f"guessed: {both}"
-        guessed.notes.append(f"{table}.{key}.unit: {both}; look which is meant")
+        guessed.notes.append(f"{table}.{key}.unit: {both}; check which one is right")
     elif time.unit is not None:
         guessed.reasons[table, key, "unit"] = "guessed: by the values"
 

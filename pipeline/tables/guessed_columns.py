@@ -134,17 +134,17 @@ def guess_join(log: SourceTable, log_columns: Sequence[str], entities: SourceTab
         counts = "; ".join(
             f"{name} has {len(entities.id_set(name)):,} different values" for name in (id_columns or others)[:3]
         )
-        no_id = Guess(None, f"an id is another one in each row, and no column of {file} is in the {rows} ({counts})")
+        no_id = Guess(None, f"an id differs in each row, but no column of {file} does in the {rows} ({counts})")
         return Join(Guess(log_columns[0], "by its name"), no_id)
     overlap, *_, of_log, of_id = max(pairs)
     if overlap == 0 and entities.is_whole:
         no_column = Guess(None, f"none of the values of {', '.join(log_columns)} is a {of_id} of {file}")
-        return Join(no_column, Guess(of_id, f"by its name; another one in each of the {rows}"))
+        return Join(no_column, Guess(of_id, f"by its name; it differs in each of the {rows}"))
     shared = f"; {overlap:.0%} of the {of_log} of {log.name} are among them" if overlap else ""
     by = "by its name" if of_id in id_columns else "by its values"
     return Join(
         Guess(of_log, f"{overlap:.0%} of its values are in {of_id} of {file}" if overlap else "by its name"),
-        Guess(of_id, f"{by}; another one in each of the {rows}{shared}"),
+        Guess(of_id, f"{by}; it differs in each of the {rows}{shared}"),
     )
 
 
@@ -168,7 +168,7 @@ def guess_title(items: SourceTable, used: Iterable[str | None]) -> Guess:
         else:
             contradicted.append(name)
     if not candidates:
-        return Guess(None, f"no column has a text of its own for each item, nor has {', '.join(contradicted)}")
+        return Guess(None, f"no column has a different text for each item, not even {', '.join(contradicted)}")
     *_, name, reason = max(candidates)
     return Guess(name, reason)
 
@@ -205,7 +205,7 @@ def guess_time(log: SourceTable, used: Iterable[str | None]) -> TimeGuess:
         days = days or guess
     contradictions = "none by its name"
     if contradicted:
-        contradictions = f"{', '.join(contradicted)}; name the column, and the form of its times as `unit`"
+        contradictions = f"{', '.join(contradicted)}; name the column, and set `unit` to the format of its times"
     return days or TimeGuess(
         Guess(None, f"no column is a time between {EARLIEST_YEAR} and {LATEST_YEAR}; there is {contradictions}")
     )

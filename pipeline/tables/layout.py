@@ -178,13 +178,13 @@ def _read_level(folder: Path, root: Path, table: str) -> _Level:
     for path in sorted(folder.iterdir()):
         is_hidden = _is_hidden(path.name)
         if not path.exists():
-            raise _unfinished(table, f"{shown_path(path)} is a link to a file that is not there")
+            raise _unfinished(table, f"{shown_path(path)} is a link to a missing file")
         elif path.is_symlink() and _is_read_anyway(path.resolve(), root.resolve()):
             left_out[path] = "is a link to another part of the table"
         elif path.is_dir():
             is_staging = _STAGING.fullmatch(path.name) is not None
             if is_staging and (path.name == "_temporary" or any(inner.is_file() for inner in path.rglob("*"))):
-                raise _unfinished(table, f"{shown_path(path)} holds what a job has not yet moved to its place")
+                raise _unfinished(table, f"{shown_path(path)} holds files that a job has not yet moved to their place")
             if is_hidden:
                 left_out[path] = HIDDEN
             else:
@@ -192,7 +192,7 @@ def _read_level(folder: Path, root: Path, table: str) -> _Level:
         elif _is_checksum(path):
             _require_checksum(path, table)
         elif _HALF_WRITTEN.fullmatch(path.name):
-            raise _unfinished(table, f"{shown_path(path)} is a file that is not yet written to its end")
+            raise _unfinished(table, f"{shown_path(path)} is a file that is still being written")
         elif _BOOKKEEPING.fullmatch(path.name):
             continue
         elif is_hidden:
@@ -223,7 +223,7 @@ def _require_checksum(path: Path, table: str) -> None:
     """Refuse a checksum file of Hadoop whose data file is missing, or has a size that does not fit."""
     of = path.with_name(path.name[1:].removesuffix(".crc"))
     if not of.exists():
-        raise _unfinished(table, f"{shown_path(path)} is the checksum of a file that is not there")
+        raise _unfinished(table, f"{shown_path(path)} is the checksum of a missing file")
     with path.open("rb") as file:
         head = file.read(8)
     bytes_per_sum = int.from_bytes(head[4:], "big")
@@ -244,7 +244,7 @@ def _removed_by_commits(folder: Path, table: str) -> set[str]:
         try:
             removed |= set(json.loads(path.read_bytes()).get("removed", ()))
         except (ValueError, AttributeError):
-            raise _unfinished(table, f"{shown_path(path)} is no whole JSON object") from None
+            raise _unfinished(table, f"{shown_path(path)} is not a complete JSON object") from None
     return removed
 
 
@@ -253,12 +253,12 @@ def _require_success(folders: Iterable[Path], siblings: Iterable[Path], table: s
     done = next((sibling for sibling in siblings if (sibling / SUCCESS).is_file()), None)
     open_one = next((folder for folder in folders if not (folder / SUCCESS).is_file()), None)
     if done is not None and open_one is not None:
-        found = f"{shown_path(open_one)} has no {SUCCESS}, which {shown_path(done)} beside it has"
+        found = f"{shown_path(open_one)} has no {SUCCESS}, but {shown_path(done)} next to it has one"
         raise _unfinished(table, found)
 
 
 def _unfinished(table: str, found: str) -> FaultyTable:
-    advice = "wait until its writer has ended; if it was killed, remove what it left and let it write again"
+    advice = "wait until its writer has ended; if it was killed, remove the files that it left and write them again"
     return FaultyTable(Finding("unfinished", table, found, "a table whose writer has ended", advice))
 
 
@@ -284,9 +284,9 @@ def _partition(folder: Path, known: dict[str, str | None], table: str) -> dict[s
     try:
         key, value = unquote(key, errors="strict"), unquote(value, errors="strict")
         if not key or key in known:
-            fault = f"names the column {key} again" if key else "names no column"
+            fault = f"repeats the column {key} of a folder above it" if key else "names no column"
     except UnicodeDecodeError:
-        fault, expected = "has a name", "text in UTF-8 behind its % signs"
+        fault, expected = "has a name that is not UTF-8", "text in UTF-8 after % signs"
     if fault is not None:
         found = f"the folder {shown_path(folder)} {fault}"
         raise FaultyTable(Finding("bad-partition", table, found, expected, "rename the folder"))

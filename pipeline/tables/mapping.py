@@ -66,7 +66,7 @@ def import_mapped(
         work = _Import(mapping, Path(source), Path(out), progress, notes.setdefault, whole)
         written = work.write_all()
         for column in sorted(whole):
-            work.note(f"{column}: ids such as 123.0 were read as the whole numbers that they are, such as 123")
+            work.note(f"{column}: ids such as 123.0 were read as whole numbers, such as 123")
     for text in notes:
         note(text)
     work.note = note
@@ -156,9 +156,9 @@ class _Import:
         times.low, times.high = min(times.low, span[0]), max(times.high, span[1])
         if times.is_inferred and times.unit != "s" and unit_of(*span) != times.unit:
             raise TableError(
-                f"{batch.file}, column {name}: the numbers from {span[0]} to {span[1]} are not all "
-                f"{NAMES[times.unit]} since 1970 between 1990 and tomorrow, as those before them are; set the `unit` "
-                "of the column in the mapping"
+                f"{batch.file}, column {name}: not all numbers from {span[0]} to {span[1]} are times between 1990 and "
+                f"tomorrow in {NAMES[times.unit]} since 1970, as the numbers before them are; set the `unit` of the "
+                "column in the mapping"
             )
         return batch.timed(name, times.unit)
 
@@ -170,13 +170,13 @@ class _Import:
             if times.unit == "s" and (reading := other_reading(times.low, times.high)):
                 raise TableError(
                     f"{times.file}, column {name}: the numbers from {times.low} to {times.high} look like {reading}, "
-                    'and are no seconds since 1970. Set the `unit` of dates to "%Y%m%d" in the mapping, and export '
-                    "days as dates"
+                    'not like seconds since 1970. For dates such as 20240531 set `unit: "%Y%m%d"` in the mapping; '
+                    "otherwise export the column as dates"
                 )
             if times.is_inferred and times.unit != "s":
                 self.note(
                     f"table {table}: {name} was read as {NAMES[times.unit]} since 1970 "
-                    f"({shown_span(times.low, times.high, times.unit)}); `unit` in the mapping says otherwise"
+                    f"({shown_span(times.low, times.high, times.unit)}); if that is wrong, set `unit` in the mapping"
                 )
 
     def write(
@@ -224,15 +224,15 @@ class _Import:
             others = [name for name in batch.rows.schema.names if name not in used]
             for name in filter(is_unnamed, others):
                 self.note(
-                    f"table {table}: the column {name!r} has no name of its own, as row numbers that pandas writes or "
-                    "a delimiter at the end of lines, and is left out; list it under `attributes` to keep it"
+                    f"table {table}: the column {name!r} has no real name, like row numbers that pandas writes or the "
+                    "end of lines with a last delimiter, and is left out; list it under `attributes` to keep it"
                 )
             attributes = {name: SourceColumn(column=name) for name in others if not is_unnamed(name)}
         for name, source in attributes.items():
             if name in columns or name == CREATED_AT:
                 advice = "name the `attributes` that you want" if mapping.attributes is None else "name it otherwise"
                 advice += ", or set `created_at`" if name == CREATED_AT and mapping.created_at is None else ""
-                raise ConfigError(f"the mapping makes an attribute of {table}.{name}, which is none; {advice}.")
+                raise ConfigError(f"the mapping: {table}.{name} cannot be an attribute, as runs read it; {advice}.")
             columns[name] = batch.attribute(source)
         if mapping.created_at is not None:
             columns[CREATED_AT] = self.times_of(batch, table, mapping.created_at)
@@ -281,17 +281,17 @@ class _Import:
         """Note ids of interactions that are in no table. Raises TableError if they are more than the mapping allows."""
         for column, unknown in self.unknown.items():
             found = (
-                f"table interactions: {unknown.num_unknown:,} of {unknown.num_rows:,} rows are of a {column} that "
-                f"is in no table, such as {', '.join(map(repr, unknown.examples))}; the table that lists them has "
+                f"table interactions: {unknown.num_unknown:,} of {unknown.num_rows:,} rows have a {column} that is in "
+                f"no table, such as {', '.join(map(repr, unknown.examples))}; the table with its column {column} has "
                 f"ids such as {', '.join(map(repr, unknown.listed))}"
             )
             if unknown.num_unknown > mapping.max_unknown_share * unknown.num_rows:
                 raise TableError(
-                    f"{found}. Write the ids alike; or, if so many shall be left out, set `max_unknown_share` (now "
+                    f"{found}. Write the ids alike; or, to leave out so many rows, raise `max_unknown_share` (now "
                     f"{mapping.max_unknown_share:g}) under `interactions` in the mapping."
                 )
             if unknown.num_unknown:
-                self.note(f"{found}. They are left out; write the ids alike if they should meet")
+                self.note(f"{found}. These rows are left out; if the ids should match, write them alike")
 
     def _filtered(self, rows: pa.RecordBatch, mask: pa.Array, rule: str) -> pa.RecordBatch:
         remaining = rows.filter(mask)
@@ -308,6 +308,7 @@ def _alike(rows: pa.RecordBatch, file: Path, first: pa.Schema, first_file: Path,
             kinds = [schema.field(column).type if column in schema.names else "not" for schema in (rows.schema, first)]
             raise TableError(
                 f"table {table}: column {column!r} is {kinds[0]} in {file}, {kinds[1]} in {first_file}. Write the "
-                "files alike, give it one `type` (of ids: in `ids`) in the mapping, or name the `attributes` of all."
+                "files alike, or set its `type` (for ids, `ids`) or only columns of all files as `attributes` in the "
+                "mapping."
             ) from None
     return rows

@@ -106,7 +106,7 @@ def files_alike(table: str) -> Iterator[None]:
         yield
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise TableError(
-            f"table {table}: its files differ in the type of a column: {error}. Write them alike."
+            f"table {table}: its files differ in the type of a column: {error}. Write the column with one type."
         ) from None
 
 

@@ -80,7 +80,7 @@ class TablePart:
             row = pc.index(is_equal, False).as_py()
             raise FaultyTable(
                 Finding(
-                    "partition-differs", self.table, "the row has another value than the name of its folder:",
+                    "partition-differs", self.table, "the row's value differs from the name of its folder:",
                     repr(shown_value(expected)), "rename the folder, or drop the column from the file", name,
                     shown_path(self.path), first_row + row, shown_value(plain[row]), num_rows=1,
                 )

@@ -88,7 +88,8 @@ class Tables:
             ids = only_chunk(ids if pt.is_dictionary(ids.type) else ids.dictionary_encode())
             known = self.entities(side)[f"{side}_id"]
             if ids.dictionary.type != known.type and len(ids) and len(known):  # checks refuse such tables
-                raise TableError(f"ids of interactions are {ids.dictionary.type}, those of {side}s {known.type}")
+                found = f"ids of type {ids.dictionary.type}, but {side}s.{side}_id has type {known.type}"
+                raise TableError(f"interactions.{side}_id has {found}; write both in one type")
             rows = rows_among(ids.dictionary, known).astype(np.int32)
             self._coded[side] = codes_of(ids), np.append(rows, np.int32(-1))
         return self._coded[side]
@@ -142,7 +143,7 @@ def end_of_day(date: datetime.date) -> pa.Scalar:
 def warn_of_copies(num_copies: int, num_rows: int) -> None:
     if num_copies:
         logger.warning(
-            "%d of %d interactions are exact copies of another and are left out; set `tables.keep_duplicates: true` "
+            "%d of %d interactions are exact copies of others and are left out; set `tables.keep_duplicates: true` "
             "in the configuration to keep them", num_copies, num_rows,
         )  # fmt: skip
 

@@ -49,8 +49,8 @@ def day_of_share(tables: OpenTables, share: float) -> datetime.date:
     early = [day for day, num in zip(days, done.tolist(), strict=True) if num <= share * counts.total()]
     if not early:
         raise TableError(
-            f"no day splits the interactions: more than {share:.0%} of them are of the first one, so nothing later "
-            "could judge; give a --date that later interactions follow"
+            f"no day divides the interactions: more than {share:.0%} of them are on the first day, so too few later "
+            "ones are left to judge with; give a --date that has later interactions"
         )
     return datetime.date(1970, 1, 1) + datetime.timedelta(days=early[-1])
 

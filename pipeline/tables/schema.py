@@ -60,7 +60,7 @@ def require_only_tables(folder: Path) -> None:
     foreign = sorted(path.name for path in folder.iterdir() if path.name not in expected or not path.is_file())
     if foreign:
         names = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
-        raise TableError(f"{folder} holds {names}; only tables are replaced. Give another folder, or move them away.")
+        raise TableError(f"{folder} has {names}, and only tables are replaced. Give another folder, or move them away.")
 
 
 def list_table(root: Path | str, table: str) -> Listing:
@@ -82,12 +82,12 @@ def list_table(root: Path | str, table: str) -> Listing:
     with_rows = [Listing([ListedFile(file)], {})] if file.is_file() else []
     with_rows += [listing for listing in listings if listing.files]
     if len(with_rows) > 1:
-        found = f"both {shown_path(file)} and {shown_path(folder)} are there"
+        found = f"both {shown_path(file)} and {shown_path(folder)} exist"
         raise FaultyTable(Finding("missing-table", table, found, "one of them", "remove the other"))
     if not with_rows:
-        found = f"{shown_path(folders[-1])} holds no .parquet files" if folders else "the table is missing"
+        found = f"{shown_path(folders[-1])} has no .parquet files" if folders else "the table is missing"
         if not folders and (near := sorted(path.name for path in root.glob(f"*{table}*"))):
-            found += f"; like it are named {', '.join(near)}"
+            found += f"; files with similar names are {', '.join(near)}"
         found = "; ".join([found, *(text for listing in listings for text in name_left_out(listing.left_out))])
         at = shown_path(root / table)
         expected = f"{at}.parquet or {at}/*.parquet"

@@ -62,7 +62,7 @@ class SourceColumn(Strict):
     @model_validator(mode="after")
     def _is_of_one_kind(self) -> "SourceColumn":
         if (self.column is None) != bool(self.flags):
-            raise ValueError("expected the name of a `column`, or `flags`: columns of 0 and 1 with a word each")
+            raise ValueError("expected either a `column`, or `flags`: columns of 0 and 1, each with a word")
         return self
 
 
@@ -106,7 +106,7 @@ Encoding = Annotated[str, AfterValidator(_known_encoding)]
 
 def _one_character(text: str | None) -> str | None:
     if text is not None and (len(text) != 1 or not text.isascii()):
-        raise ValueError("expected one ASCII character, such as '\"' or \\, or null where there is none")
+        raise ValueError("expected one ASCII character, such as '\"' or \\, or null for none")
     return text
 
 
@@ -129,8 +129,8 @@ class CsvFormat(Strict):
         for value in self.null_values:
             if self.escape and value.startswith(self.escape):
                 raise ValueError(
-                    f"the null value {value!r} begins with the `escape`, which is taken away before null values are "
-                    "looked for; leave out `escape`, or export nulls as empty fields"
+                    f"the null value {value!r} begins with the `escape`, which is removed before null values are "
+                    "compared; leave out `escape`, or export nulls as empty fields"
                 )
         return self
 
@@ -177,7 +177,7 @@ class SourceFiles(Strict):
         self._require_readable_database()
         of_files = {"csv", "delimiter", "encoding", "column_names"} & self.model_fields_set
         if self.query is not None and of_files:
-            raise ValueError(f"`{min(of_files)}` says how files are read, and a `query` reads none; leave it out")
+            raise ValueError(f"`{min(of_files)}` applies only to files, not to a `query`; leave it out")
         return self
 
     def _require_readable_database(self) -> None:
@@ -186,7 +186,7 @@ class SourceFiles(Strict):
         if is_server(database):
             if has_credentials(database):
                 raise ValueError(
-                    "the URI of the `database` has a password or key in it; leave that out, and set PGPASSWORD or "
+                    "the URI of the `database` has a password or key in it; remove it, and set PGPASSWORD or "
                     "PGPASSFILE in the environment"
                 )
         elif is_uri(database) or ".." in PurePath(database).parts:
@@ -202,7 +202,7 @@ class SourceFiles(Strict):
             if len(values) > 1:
                 raise ValueError(f"`{key}` and `csv.{key}` differ; keep the one in `csv`")
         if len(self.csv.delimiter or self.delimiter or "") > 1 and (self.csv.quote or self.csv.escape):
-            raise ValueError("`quote` and `escape` need a `delimiter` of one character; leave them out, or convert")
+            raise ValueError("`quote` and `escape` need a `delimiter` of one character; leave them out, or change it")
         return self
 
     def csv_format(self, path: PurePath) -> FileFormat:

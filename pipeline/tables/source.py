@@ -78,7 +78,7 @@ class SourceBatch:
         if kind is None:
             raise TableError(
                 f"{self.file}, column {name}: ids of type {column.type}; expected {ID.expected}. Set `ids` in the "
-                "mapping to what they shall become, string or int64."
+                "mapping to the type that they should get, string or int64."
             )
 
         def convert(values: pa.Array) -> pa.Array:
@@ -99,7 +99,7 @@ class SourceBatch:
             raise TableError(
                 f"{self.file}, column {source.column}: an attribute of type {column.type}; expected "
                 f"{ATTRIBUTE.expected}. Leave it out by naming the `attributes` that you want in the mapping, or "
-                "write its parts as columns of their own."
+                "write its parts as separate columns."
             )
         kind = pa.string() if source.words else plain_type(column.type)
         kind = _TYPES[source.type] if source.type else kind
@@ -128,7 +128,7 @@ class SourceBatch:
     def _column(self, name: str) -> pa.Array:
         names = self.rows.schema.names
         if name not in names:
-            advice = ". Where a CSV has another `delimiter`, or no header line, say so in the mapping (`column_names`)"
+            advice = ". If the CSV has another delimiter or no header, set `delimiter` or `column_names` in the mapping"
             found = f"{self.file} has no column {name!r}, which the mapping names; {nearest(name, names)}"
             raise TableError(found + advice if self.is_csv else found)
         if names.count(name) > 1:
@@ -140,7 +140,7 @@ class SourceBatch:
             return convert(self._column(name))
         except ConversionFault as fault:
             is_comma = self.is_csv and re.match(DECIMAL_COMMA, str(fault.value)) and fault.expected == "a number"
-            advice = '; where the comma is a decimal one, set `csv: {decimal: ","}` for this table' * bool(is_comma)
+            advice = '; if the comma is a decimal point, set `csv: {decimal: ","}` for this table' * bool(is_comma)
             raise TableError(
                 f"{self.file}, column {name}, row {self.first_row + fault.row}: found {fault.value!r}, expected "
                 f"{fault.expected}. Correct the row, or the mapping of this column{advice}."
@@ -177,9 +177,9 @@ def read_source(
             first_row += rows.num_rows
         return
     if not listing.files:
-        found = f"no file {source / str(files.files)}" if source.is_dir() else f"{source} is not a folder"
+        found = f"there is no file {source / str(files.files)}" if source.is_dir() else f"{source} is not a folder"
         found = "; ".join([found, *name_left_out(listing.left_out)])
-        raise TableError(f"table {table}: {found}; expected a folder with what `files` in the mapping names.")
+        raise TableError(f"table {table}: {found}; expected a folder with the `files` of the mapping.")
     is_csv = {file.path: not is_parquet(file.path) for file in listing.files}
     for part in typed_parts(listing.files, table, as_text=any(is_csv.values())):
         first_row, path = 0, Path(shown_path(part.path))
@@ -194,7 +194,7 @@ def read_source(
                 raise TableError(fault) from None
             advice = (
                 "Check `csv` (`delimiter`, `quote`, `escape`, `encoding`) and `column_names` in the mapping, that "
-                "every quote is closed, and that no line stands above the header (a title, a comment, Excel's `sep=;`)."
+                "every quote is closed, and that no line is above the header (a title, a comment, Excel's `sep=;`)."
             )
             raise TableError(
                 f"{path} cannot be read: {first_line(error)}. {advice if is_csv[part.path] else 'Write it again.'}"

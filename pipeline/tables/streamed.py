@@ -141,13 +141,13 @@ def iter_rows(path: Path, table: str, columns: str) -> Iterator[pa.RecordBatch]:
             if not opened.schema_arrow.equals(first):
                 own, other = (", ".join(f"{of.name} {of.type}" for of in it) for it in (opened.schema_arrow, first))
                 raise TableError(
-                    f"{part.path} has the columns {own}; {parts[0].path.name} beside it has {other}. Write the files "
-                    "of a folder with the same columns."
+                    f"{part.path} has the columns {own}, but {parts[0].path.name} next to it has {other}. Write the "
+                    "files of a folder with the same columns."
                 )
             yield from opened.iter_batches()
     if not num_rows:
-        reason = "has no Parquet file with rows in it" if path.exists() else "is not there"
-        raise TableError(f"{path} {reason}; expected a Parquet file, or a folder of such, with {columns}")
+        reason = "has no Parquet file with rows" if path.exists() else "is not there"
+        raise TableError(f"{path} {reason}; expected a Parquet file, or a folder of Parquet files, with {columns}")
 
 
 def iter_log(path: Path, table: str, needs_time: bool = True) -> Iterator[pa.RecordBatch]:

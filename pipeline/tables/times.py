@@ -55,7 +55,7 @@ def format_fault(time_format: str) -> str | None:
     unknown = [f"%{directive}" for directive in directives if directive not in (*_PATTERNS, "z", "Z")]
     if unknown:
         known = " ".join(f"%{directive}" for directive in (*_PATTERNS, "z", "Z"))
-        return f"{unknown[0]} cannot be read; there are {known} {' '.join(_SHORT)}"
+        return f"{unknown[0]} is not supported; expected {known} {' '.join(_SHORT)}"
     for part, of_part in (("year", "Yy"), ("month", "mbBh"), ("day", "de")):
         if sum(directive in of_part for directive in directives) != 1:
             return f"it needs one directive for the {part} (%{of_part[0]})"
@@ -210,7 +210,7 @@ def integer_times(table: str, files: Sequence[Path]) -> tuple[dict[str, str], li
             findings.append(Finding("inferred-unit", table, message, expected, advice, column, where, is_warning=True))
         elif reading:
             message = f"the integers from {low} to {high}{in_file} look like {reading}"
-            advice = "write timestamps, or name the format in the mapping of `laserbatch data import`"
+            advice = "write timestamps; for dates such as 20240531, `laserbatch data import` takes the `unit` %Y%m%d"
             findings.append(Finding("bad-timestamp", table, message, expected, advice, column, where))
     return units, findings
 

@@ -102,9 +102,9 @@ EXPORT = "write its current rows as plain Parquet with the engine that wrote it,
 
 def versions_refused(folder: Path, kind: str, table: str) -> FaultyTable:
     """The error for a folder with files of several versions that cannot be told apart here."""
-    why = "whose `state.json` says which files count" if kind == DATASET else "with files of several versions"
+    why = "whose `state.json` names its valid files" if kind == DATASET else "with files of several versions"
     found = f"{shown_path(folder)} is {_with_article(kind)} table, {why}"
-    expected = "plain Parquet files, or a Delta, Iceberg or Hugging Face table that is named as a whole"
+    expected = "plain Parquet files, or the whole folder of a Delta, Iceberg or Hugging Face table"
     return FaultyTable(Finding("versioned-table", table, found, expected, EXPORT))
 
 
@@ -144,13 +144,13 @@ def _saved_files(folder: Path, table: str) -> list[Path]:
     """The valid files of a saved dataset, in its order. Raises ValueError if one is damaged."""
     if (folder / _SPLITS).is_file():
         splits = [path.parent.name for path in sorted(folder.glob(f"*/{_STATE}"))]
-        found = f"holds the splits {', '.join(splits) or 'of none'}"
+        found = f"has the splits {', '.join(splits)}" if splits else "has no split"
         raise _dataset_refused(
             folder, table, found, f"give the folder of one split, such as {(splits or ['train'])[0]}"
         )
     state: dict[str, Any] = json.loads((folder / _STATE).read_bytes())
     if state.get("_indices_files") or state.get("_indices_data_files"):
-        found = "is a selection of rows, whose indices lie in a file of their own"
+        found = "is a selection of rows, whose indices are in a separate file"
         raise _dataset_refused(folder, table, found, "call `flatten_indices()` before `save_to_disk`")
     paths = [folder / Path(file["filename"]).name for file in state["_data_files"]]
     if not paths:
@@ -159,7 +159,7 @@ def _saved_files(folder: Path, table: str) -> list[Path]:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - len(_END_OF_STREAM)))
             if file.read() != _END_OF_STREAM:  # Arrow reads a stream without it as if it were whole
-                raise ValueError(f"{path.name} does not end as a stream of Arrow record batches does")
+                raise ValueError(f"{path.name} is cut short: it does not end like a stream of Arrow record batches")
     return paths
 
 
@@ -225,7 +225,7 @@ def _newest_metadata(folder: Path) -> Path:
         )
     if len(newest) > 1:
         names = " and ".join(sorted(path.name for path in newest))
-        raise ValueError(f"{names} are of one version, of which the catalogue alone knows the current one")
+        raise ValueError(f"{names} have the same version, and only the catalogue knows the current one")
     return newest[0]
 
 

@@ -102,7 +102,7 @@ def test_servers_that_take_tokens_are_told_the_end_tokens_and_their_tokens_are_k
     assert end_id in body["stop_token_ids"] and body["return_token_ids"] and body["max_tokens"] == 13
     long = GenerationRequest("0", np.ones(16, np.int32))
     (failed,) = engine.generate("user", [long], DecodingSettings())
-    assert failed.reason.startswith("too-long: the prompt has 16 tokens, the server's context 16")
+    assert failed.reason.startswith("too-long: the prompt has 16 tokens, and the server's context has 16")
 
 
 def test_chat_servers_get_messages_and_their_answers_become_tokens(server, engine_of):
@@ -392,7 +392,7 @@ def test_a_wrong_key_model_or_path_ends_the_work_and_no_message_has_the_key(serv
     "place", ["host:port", "$HOST", "host:99999", "a host", "host/v1\n", "a..host", "me:a secret@a host"]
 )
 def test_a_url_that_no_request_can_be_sent_to_is_refused_without_its_password(place):
-    with pytest.raises(ValueError, match=r"expected http://localhost|url has a password") as raised:
+    with pytest.raises(ValueError, match=r"expected, for example, http://localhost|url has a user name") as raised:
         EndpointSettings(url=f"http://{place}", model=MODEL)
     assert "url has" in raised.value.errors()[0]["msg"] and raised.value.errors()[0]["loc"] == ()
 

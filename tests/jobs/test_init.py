@@ -185,7 +185,7 @@ def test_german_names_semicolons_and_another_encoding_are_guessed(tmp_path, caps
     (folder / "artikel.csv").write_text("artikel_nr;bezeichnung\na1;Tee, grün\n", encoding="utf-8")
     (folder / "käufe.csv").write_text("kunde;artikel_nr;zeitstempel;bewertung\nk1;a1;01.03.2025 08:30;4,5\n")
     said = run_init(capsys, folder, tmp_path / "night.yaml")["notes"]
-    assert any("kunden.csv is not UTF-8; that it is cp1252 (Western Europe) is a guess" in note for note in said)
+    assert any("kunden.csv is not UTF-8; it is read as cp1252 (Western Europe), a guess" in note for note in said)
     assert any("reads 'kunde;ort\\nk1;Köln\\n'. If letters are wrong there, set `encoding`" in note for note in said)
     assert "csv:  # guessed: numbers such as 4,5\n    decimal: ','" in (tmp_path / "mapping.yaml").read_text()
     import_mapped(load_mapping(tmp_path / "mapping.yaml"), folder, tmp_path / "tables")
@@ -227,7 +227,7 @@ def test_columns_of_one_name_are_named_and_no_guess(job_board, tmp_path, capsys)
     (job_board / "log.csv").write_text("member_id,member_id,job_id,time\n7,8,2,1740000000\n")
     with pytest.raises(TableError, match="no file looks like"):
         run_init(capsys, job_board, tmp_path / "night.yaml")
-    assert "log.csv: columns are left out, since several have the same name: 'member_id'" in capsys.readouterr().err
+    assert "log.csv: columns are left out, because several have the same name: 'member_id'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def test_an_id_that_repeats_is_no_guess(tmp_path, capsys):
     printed = run_init(capsys, str(tmp_path / "exports"), tmp_path / "night.yaml")
     mapping = yaml.safe_load((tmp_path / "mapping.yaml").read_text())
     assert mapping["items"]["id"] is None
-    assert any("items.id is left for you to fill in (no guess: " in note for note in printed["notes"])
+    assert any("items.id is empty in the mapping; fill it in (no guess: " in note for note in printed["notes"])
     with pytest.raises(ConfigError, match=r"items\.id"):
         load_mapping(tmp_path / "mapping.yaml")
 
@@ -430,4 +430,4 @@ def test_days_that_could_be_months_are_said(tmp_path):
     log = {"user_id": [1, 2], "item_id": [1, 1], "date": ["01/02/2025", "03/04/2025"]}
     write_exports(tmp_path / "exports", items={"item_id": [1], "title": ["A"]}, log=log)
     (note,) = guess_mapping(read_sources(tmp_path / "exports")).notes
-    assert "%m/%d/%Y and %d/%m/%Y fit all date in the rows seen; look which is meant" in note
+    assert "%m/%d/%Y and %d/%m/%Y fit all date in the rows seen; check which one is right" in note

@@ -101,10 +101,7 @@ def test_a_run_that_lost_a_file_of_texts_is_neither_compared_nor_published(works
     lost.unlink()
     for arguments in (("diff", first, second), ("diff", second, first), ("publish", first), ("rollback",)):
         error = run_runs(workspace, capfd, *arguments, code=3)["error"]
-        assert (
-            f"{lost} is missing; expected the texts of 1 of its users" in error
-            and f"move {lost.parents[2]} away" in error
-        )
+        assert f"{lost} is missing; expected the texts of 1 users" in error and f"move {lost.parents[2]} away" in error
     assert workspace.publication.run_id() == second
 
 

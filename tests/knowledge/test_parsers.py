@@ -126,7 +126,7 @@ def test_interests_are_lists_and_a_field_that_may_be_missing_is():
 
 
 def test_a_list_that_mostly_repeats_itself_is_refused():
-    with pytest.raises(RowError, match=r"^loops: 5 entries of 'interests' are 2 different ones"):
+    with pytest.raises(RowError, match=r"^loops: only 2 of the 5 entries of 'interests' differ"):
         parse_answer(INTERESTS, '{"interests": ["The", "The", "sea", "The", "The"]}')
     assert (
         parse_answer(INTERESTS, '{"interests": ["sea", "sea", "crime", "crime"]}').fields["interests"] == "sea, crime"
@@ -153,7 +153,7 @@ def test_a_parser_of_ones_own_stands_beside_its_template(tmp_path):
     assert parse_answer(template, "#sea #crime").fields == {"tags": "sea crime"}
     with pytest.raises(RowError, match=r"^unparsable: no tag"):
         parse_answer(template, "sea")
-    with pytest.raises(RowError, match=r"^missing-field: mine\.py gave tags, but no text for tag or mood, which"):
+    with pytest.raises(RowError, match=r"^missing-field: mine\.py returned tags, but no text for tag or mood, which"):
         parse_answer(template.model_copy(update={"encode": ("tag", "mood")}), "#sea")
     with pytest.raises(RowError, match=r"^missing-field: mine"):
         parse_answer(template.model_copy(update={"encode": ("tags",)}), "# ")

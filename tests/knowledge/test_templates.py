@@ -43,7 +43,7 @@ def test_a_folder_of_ones_own_comes_first(tmp_path):
         ("a: [", "not YAML"),
         (
             MINIMAL.replace("Describe.", "Describe the {itm}."),
-            r"line 6: instruction: has \{itm\}; fields are",
+            r"line 6: instruction: has \{itm\}; expected fields are",
         ),
         (MINIMAL + 'request: |-\n  As {"a": 1}\n', r"line 7: request: .*for literal braces"),
         (MINIMAL.replace("Describe.", "Describe {item:d}."), r"line 6: instruction: is not .*code 'd'.*; leave"),

@@ -201,7 +201,7 @@ def test_a_run_with_a_missing_file_is_not_delivered_and_stays_whole_there(worksp
     deliver(workspace, place)
     (run.root / "knowledge" / "user" / "2.parquet").unlink()
     for again in (deliver, forget_delivered):
-        with pytest.raises(WorkspaceError, match=r"2\.parquet is missing; expected the texts of 1 of its users"):
+        with pytest.raises(WorkspaceError, match=r"2\.parquet is missing; expected the texts of 1 users"):
             again(workspace, place)
     assert f"{OLD}/knowledge/user/2.parquet" in Destination.at(place)._files("runs")
 

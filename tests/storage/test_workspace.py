@@ -255,7 +255,7 @@ def test_a_run_that_is_rolled_back_while_its_folder_is_away_comes_back_rolled_ba
 
 def test_a_pointer_to_nothing_is_an_error_not_an_empty_answer(workspace):
     write_json({"run_id": "2025-03-01-aaaaaaaa"}, workspace.root / "published.json")
-    with pytest.raises(WorkspaceError, match=r"missing or not finished.*runs rollback"):
+    with pytest.raises(WorkspaceError, match=r"not there or not finished.*runs rollback"):
         workspace.publication.run()
     write_json({}, workspace.root / "published.json")
     with pytest.raises(WorkspaceError, match="has no run_id"):

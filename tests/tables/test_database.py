@@ -120,13 +120,13 @@ def test_rows_are_streamed(shop):
 @pytest.mark.parametrize(
     ("query", "message"),
     [
-        ("SELECT * FROM events WHERE sku > 9", "has no rows for the query.*correct `query`"),
-        ("SELECT colour FROM products", "cannot be asked .*colour"),
-        ("SELEC", "cannot be asked .*syntax error"),
-        ("DELETE FROM events", "cannot be asked"),
-        ("SELECT 1; SELECT 2", "cannot be asked .*one"),
-        ("ATTACH 'other.db' AS other", "cannot be asked"),
-        ("COPY events TO 'other.csv'", "cannot be asked"),
+        ("SELECT * FROM events WHERE sku > 9", "returned no rows for the query.*correct `query`"),
+        ("SELECT colour FROM products", "cannot be queried .*colour"),
+        ("SELEC", "cannot be queried .*syntax error"),
+        ("DELETE FROM events", "cannot be queried"),
+        ("SELECT 1; SELECT 2", "cannot be queried .*one"),
+        ("ATTACH 'other.db' AS other", "cannot be queried"),
+        ("COPY events TO 'other.csv'", "cannot be queried"),
     ],
 )
 def test_a_query_that_cannot_be_answered_is_refused(shop, tmp_path, monkeypatch, query, message):
@@ -179,7 +179,7 @@ def test_values_of_several_types_are_refused_with_column_row_and_value(tmp_path)
         sqlite_rows(tmp_path, [None, 31, 32.5, *[32] * (BATCH_ROWS - 1), "n/a"])
     finding = refused.value.finding
     assert (finding.column, finding.row, finding.value) == ("value", BATCH_ROWS + 2, "n/a")
-    assert "than that of row 1 (31)" in str(finding) and "CAST(value AS TEXT) AS value" in str(finding)
+    assert "than the one in row 1 (31)" in str(finding) and "CAST(value AS TEXT) AS value" in str(finding)
 
 
 def test_a_column_of_the_query_that_the_mapping_does_not_name_is_said_without_advice_for_csv(shop, tmp_path):
@@ -210,7 +210,7 @@ def test_intervals_are_named_with_their_column(duckdb_file, tmp_path):
         ("database: postgres://me:secret@host/db", "query: SELECT 1", "has a password or key in it; .*PGPASSWORD"),
         ("database: postgresql:///db?password=secret", "query: SELECT 1", "has a password or key in it"),
         ("database: mysql://me@host/db", "query: SELECT 1", "items: expected the `database` as a file"),
-        ("database: a.db", "query: SELECT 1, encoding: latin-1", "items: `encoding` says how files are read"),
+        ("database: a.db", "query: SELECT 1, encoding: latin-1", "items: `encoding` applies only to files"),
     ],
 )
 def test_a_table_has_files_or_a_query_with_its_database(tmp_path, database, items, message):
@@ -256,7 +256,7 @@ def test_a_server_that_goes_away_in_the_middle_of_a_query_ends_the_import_and_le
         whose = "query LIKE '%generate_series(1, 2%' AND pid <> pg_backend_pid()"
         cursor.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {whose}")
         assert cursor.fetchall() == [(True,)]
-    with pytest.raises(FaultyTable, match=r"postgresql:/postgres cannot be asked after [\d,]+ rows .*import again"):
+    with pytest.raises(FaultyTable, match=r"postgresql:/postgres cannot be queried after [\d,]+ rows .*try again"):
         for batch in batches:
             num_rows += batch.num_rows
     assert num_rows < 200000
@@ -265,12 +265,12 @@ def test_a_server_that_goes_away_in_the_middle_of_a_query_ends_the_import_and_le
 @pytest.mark.parametrize(
     ("query", "message"),
     [
-        ("SELECT * FROM events WHERE sku > 9", "has no rows for the query.*correct `query`"),
-        ("SELECT colour FROM products", "cannot be asked .*colour"),
-        ("SELECT 1; SELECT 2", "cannot be asked .*multiple commands"),
-        ("DELETE FROM events", "cannot be asked .*one SELECT"),
-        ("DELETE FROM events RETURNING sku", "cannot be asked .*read-only transaction"),
-        ("COPY events TO '/tmp/events.csv'", "cannot be asked .*one SELECT"),
+        ("SELECT * FROM events WHERE sku > 9", "returned no rows for the query.*correct `query`"),
+        ("SELECT colour FROM products", "cannot be queried .*colour"),
+        ("SELECT 1; SELECT 2", "cannot be queried .*multiple commands"),
+        ("DELETE FROM events", "cannot be queried .*one SELECT"),
+        ("DELETE FROM events RETURNING sku", "cannot be queried .*read-only transaction"),
+        ("COPY events TO '/tmp/events.csv'", "cannot be queried .*one SELECT"),
         ("SELECT avg(price) AS price FROM products", r"type numeric of any number .*CAST\(price AS double"),
         ("SELECT point(1, 2) AS place", r"column has the type point.*CAST\(place AS text\) AS place"),
     ],
@@ -281,7 +281,7 @@ def test_what_a_server_is_not_to_do_is_refused(server, query, message):
 
 
 def test_a_server_that_cannot_be_reached_is_named_without_its_user(server):
-    with pytest.raises(FaultyTable, match=r"postgresql:localhost/shop cannot be asked .*PGPASSFILE") as refused:
+    with pytest.raises(FaultyTable, match=r"postgresql:localhost/shop cannot be queried .*PGPASSFILE") as refused:
         list(query_rows("postgresql://somebody@localhost:1/shop", "SELECT 1", "items"))
     assert "somebody" not in str(refused.value)
 

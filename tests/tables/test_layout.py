@@ -100,7 +100,7 @@ def test_a_column_in_the_file_and_in_the_name_of_its_folder_has_one_value(folder
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("date=1/date=2", "names the column date again"), ("=1", "names no column"), ("city=%E9", "UTF-8")],
+    [("date=1/date=2", "repeats the column date of"), ("=1", "names no column"), ("city=%E9", "UTF-8")],
 )
 def test_names_of_partitions_that_cannot_be_read_are_refused(folder, name, message):
     write(EVENTS, folder / name / "x.parquet")
@@ -133,12 +133,12 @@ def test_what_is_left_out_is_named(folder, caplog):
     ("name", "message"),
     [("_temporary/0", "_temporary holds"), (".spark-staging-1/x", "staging-1 holds"), (".hive-staging_1/x", "holds"),
      ("__magic_job-1/x", "holds"), ("+tmp/x", "holds"), ("date=1/_temporary/0/x", "date=1/_temporary holds"),
-     ("part-1.parquet.tmp", "not yet written"), ("part-1.parquet._COPYING_", "not yet written"),
-     (".part-0-0.inprogress.5f-a", "not yet written"), (".part-1.parquet.Ab12Cd", "not yet written"),
-     ("part-1.parquet_.gstmp", "not yet written"), ("date=1/part-1.parquet.crdownload", "not yet written"),
-     (".part-1.parquet.crc", "checksum of a file that is not there"), (".part-0.parquet.crc", "does not fit"),
-     ("_started_12", "has no _committed_"), ("_committed_12", "no whole JSON"), ("date=2/_SUCCESS", "date=1 has no"),
-     ("../users/_SUCCESS", "interactions has no _SUCCESS, which .*users beside it has"), ("@link", "not there")],
+     ("part-1.parquet.tmp", "still being written"), ("part-1.parquet._COPYING_", "still being written"),
+     (".part-0-0.inprogress.5f-a", "still being written"), (".part-1.parquet.Ab12Cd", "still being written"),
+     ("part-1.parquet_.gstmp", "still being written"), ("date=1/part-1.parquet.crdownload", "still being written"),
+     (".part-1.parquet.crc", "checksum of a missing file"), (".part-0.parquet.crc", "does not fit"),
+     ("_started_12", "has no _committed_"), ("_committed_12", "a complete JSON"), ("date=2/_SUCCESS", "date=1 has no"),
+     ("../users/_SUCCESS", "interactions has no _SUCCESS, but .*users next to it has"), ("@link", "missing file")],
 )  # fmt: skip
 def test_what_is_not_finished_is_refused(folder, name, message):
     write(EVENTS, folder / "part-0.parquet")
@@ -176,7 +176,7 @@ def test_of_a_missing_table_files_of_like_names_are_shown(folder):
     folder.rmdir()
     (folder.parent / "interactions.parquet._COPYING_").touch()
     (finding,) = check_tables(folder.parent)
-    assert "the table is missing; like it are named interactions.parquet._COPYING_" in finding.found
+    assert "the table is missing; files with similar names are interactions.parquet._COPYING_" in finding.found
 
 
 def test_links_are_followed_to_where_nothing_is_read_otherwise(folder, tmp_path):

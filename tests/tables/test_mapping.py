@@ -293,7 +293,7 @@ def test_text_with_a_point_and_zero_is_a_whole_number_where_all_of_a_column_is(t
     for read, written in ((tables.users, users), (tables.interactions, log)):
         expected = [user_id.removesuffix(".0" if is_read_as_number else "") for user_id in written]
         assert read["user_id"].to_pylist() == expected
-    assert any("ids such as 123.0 were read as the whole numbers" in note for note in notes) == is_read_as_number
+    assert any("ids such as 123.0 were read as whole numbers" in note for note in notes) == is_read_as_number
 
 
 def import_of_texts(folder: Path, users: list[str], log: list[str], **changed) -> list[str]:
@@ -328,15 +328,15 @@ def test_unknown_ids_are_named_beside_known_ones(tmp_path):
     (note,) = import_of_texts(
         tmp_path, ["00123", "ab", "7"], ["7", "7", "7", "123", "AB", "x", " 7", "'7"], interactions=ALLOWED
     )
-    assert "5 of 8 rows are of a user_id that is in no table, such as '123', 'AB', 'x'" in note
-    assert "has ids such as '00123', 'ab', '7'. They are left out" in note
+    assert "5 of 8 rows have a user_id that is in no table, such as '123', 'AB', 'x'" in note
+    assert "has ids such as '00123', 'ab', '7'. These rows are left out" in note
 
 
 def test_an_import_stops_where_most_interactions_are_of_ids_in_no_table(tmp_path):
     ids = pa.array(["98765", "123456789012.0", "98765.0", "345678901234.0", "1.0"])
     with pytest.raises(TableError) as caught:
         import_of_log(tmp_path, ids)
-    assert "4 of 5 rows are of a user_id" in str(caught.value)
+    assert "4 of 5 rows have a user_id" in str(caught.value)
     assert "'123456789012.0', '98765.0', '345678901234.0'; " in str(caught.value)
     assert "'123456789012', '98765', '345678901234'. " in str(caught.value)
     allowed = WITH_LONG_IDS["interactions"] | {"max_unknown_share": 0.8}
@@ -362,7 +362,7 @@ def import_of_times(source: Path, out: Path, first: list, second: list, **stated
         ([1740787200 * 10**9], [1740787260 * 10**9], ["2025-03-01 00:00", "2025-03-01 00:01"], "nanoseconds"),
         (["1740787200.5"], [1740787260], ["2025-03-01 00:00", "2025-03-01 00:01"], None),
         ([5, 7], [9], ["1970-01-01 00:00"] * 3, None),
-        ([1740787200000], [1740787200], None, r"b\.csv, column when: the numbers from 1740787200 .* not all millis"),
+        ([1740787200000], [1740787200], None, r"b\.csv, column when: not all numbers from 1740787200 .* in millis"),
         ([1740787200], [1740787200000], None, r"b\.csv, column when, row 0: found '1740787200000', expected .* in s"),
         ([20240531], [20240601], None, r"a\.csv, column when: the numbers from 20240531 to 20240601 look like dates"),
         ([45443, 45444], ["45443.5"], None, r"from 45443 to 45444 look like days"),
@@ -409,7 +409,7 @@ def test_a_column_named_like_a_part_of_the_table_is_no_attribute_by_itself(tmp_p
     (source / "things-2.csv").unlink()
     (source / "things-1.csv").write_text("nr,name,created_at\n1,Heat,2025-03-01\n2,Ran,2025-03-01\n")
     with pytest.raises(
-        ConfigError, match=r"items\.created_at, .*name the `attributes` that you want, or set `created_at`"
+        ConfigError, match=r"items\.created_at cannot be .*name the `attributes` that you want, or set `created_at`"
     ):
         import_mapped(ImportMapping.model_validate(data), source, tmp_path / "out")
     data["items"]["created_at"] = {"column": "created_at", "unit": "iso"}
@@ -562,17 +562,17 @@ def test_a_field_that_goes_on_after_its_closing_quote_is_refused_where_rows_are_
     ("text", "message"),
     [
         ('id,title\nt1,"Ran"\nt2,"Great" Cats\n', r"""items\.csv, line 3: 't2,"Great" Cats': .*csv: \{quote: null\}"""),
-        ('id,title\nt1,"He said \\"hi\\" to"\n', r"""line 2: .*backslash stands before quotes.*escape: "\\\\"\}"""),
+        ('id,title\nt1,"He said \\"hi\\" to"\n', r"""line 2: .*backslash escapes quotes.*escape: "\\\\"\}"""),
         ('id,title\nt1,"said \\"a, b\\" c"\n', r"line 2: .*escape: "),  # too many fields as Arrow splits it
-        ('id,title\nt1,"a ""b"" c" d\n', r"line 2: .*goes on after its closing quote"),
-        ('id,"ti" tle\nt1,Ran\n', r"line 1: .*goes on after its closing quote"),
-        ("id,title\nt1,Ran\nt2,He\0at\n", r"column 'title', row 1: the text holds a zero byte"),
+        ('id,title\nt1,"a ""b"" c" d\n', r"line 2: .*continues after its closing quote"),
+        ('id,"ti" tle\nt1,Ran\n', r"line 1: .*continues after its closing quote"),
+        ("id,title\nt1,Ran\nt2,He\0at\n", r"column 'title', row 1: the text has a zero byte"),
         ("id,title\nt1,Ran\nt2\n", r"Row #3: Expected 2 columns, got 1: t2"),
         ("id,title\nt1,Ran,\n", r"Row #2: Expected 2 columns, got 3: t1,Ran,"),
         ("id,title,title\nt1,Ran,Heat\n", r"2 columns 'title'; rename or drop all but one"),
         ("id,title\n", r"its source files have no rows"),
         ("id,title,\nt1,Ran,\nid,title,\nt2,Heat,\n", r"items\.csv, row 1: the row repeats the names of the columns"),
-        ("sep=;\nid,title\nt1,Ran\n", r"no line stands above the header \(a title, a comment, Excel's `sep=;`\)"),
+        ("sep=;\nid,title\nt1,Ran\n", r"no line is above the header \(a title, a comment, Excel's `sep=;`\)"),
     ],
 )
 def test_a_csv_that_would_lose_something_is_refused_by_its_place(tmp_path, text, message):
@@ -599,7 +599,7 @@ def test_a_file_in_another_encoding_is_refused_with_the_line_to_write(tmp_path, 
         imported_titles(tmp_path, None, "items.csv")
     assert imported_titles(tmp_path, None, "items.csv", encoding=advised) == (["Ran", "Déjà vu"], [])
     titles, (note,) = imported_titles(tmp_path, text, "items.csv", encoding="latin-1")
-    assert titles[1] != "Déjà vu" and "but is UTF-8 from its first to its last byte" in note
+    assert titles[1] != "Déjà vu" and "but all of it is valid UTF-8" in note
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
@@ -609,7 +609,7 @@ def test_line_ends_and_unnamed_columns_are_no_part_of_the_rows(tmp_path, end):
     titles, notes = imported_titles(tmp_path, "\ufeff" + end.join(lines), "items.csv")
     assert titles == ['5" screen', "5 screen"]
     assert read_tables(tmp_path / "out").items.column_names == ["item_id", "title"]
-    assert len(notes) == 1 and "the column '' has no name of its own" in notes[0]
+    assert len(notes) == 1 and "the column '' has no real name" in notes[0]
 
 
 def test_what_quotes_leave_in_doubt_is_said_of_the_first_rows_too(tmp_path):
@@ -629,7 +629,7 @@ def test_what_databases_write_for_nothing_is_said_unless_the_mapping_says_what_i
 
 def test_a_spreadsheet_is_no_csv(tmp_path):
     (tmp_path / "items.csv").write_bytes(b"PK\x03\x04\x14\0\x06\0\x08\0\xe9\xff, title\n")
-    with pytest.raises(TableError, match=r"items\.csv is no text, but a spreadsheet \(\.xlsx, "):
+    with pytest.raises(TableError, match=r"items\.csv is not text, but a spreadsheet \(\.xlsx, "):
         imported_titles(tmp_path, None, "items.csv")
 
 
@@ -642,7 +642,7 @@ def test_a_column_in_single_quotes_is_said(tmp_path):
 
 def test_a_quoted_field_behind_a_blank_is_said(tmp_path):
     titles, (note,) = imported_titles(tmp_path, 'id,title\nt1, "Heat"\nt2,Ran\n', "items.csv")
-    assert titles == [' "Heat"', "Ran"] and "1 field in quotes behind a blank" in note
+    assert titles == [' "Heat"', "Ran"] and "1 field in quotes after a blank" in note
 
 
 def test_escapes_and_null_values_of_a_csv_are_as_the_mapping_says(tmp_path):

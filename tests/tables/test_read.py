@@ -46,7 +46,7 @@ def test_ids_of_another_type_than_the_entities_are_refused_where_they_are_compar
     """Checks refuse such tables; whoever reads them unchecked must not see users without a history."""
     tables = read_tables(write_world(tmp_path))
     users = tables.users.set_column(0, "user_id", pa.array(range(tables.users.num_rows)))
-    with pytest.raises(TableError, match="ids of interactions are string, those of users int64"):
+    with pytest.raises(TableError, match=r"has ids of type string, but users\.user_id has type int64"):
         replace(tables, users=users).coded("user")
     nobody = replace(tables, users=users.slice(0, 0))
     assert nobody.coded("user")[1].tolist() == [-1] * 3

@@ -76,5 +76,5 @@ def test_tables_of_which_nobody_is_known_on_the_date_are_refused(tmp_path):
 def test_the_default_day_leaves_a_share_of_the_interactions_to_judge_by(tmp_path):
     opened = tables(tmp_path / "a")  # of 27 interactions the last day's is user 0's, one; then two, three, ...
     assert day_of_share(opened, 0.8) == DATE - datetime.timedelta(days=3)
-    with pytest.raises(TableError, match="more than 1% of them are of the first one"):
+    with pytest.raises(TableError, match="more than 1% of them are on the first day"):
         day_of_share(opened, 0.01)

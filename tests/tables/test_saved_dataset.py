@@ -84,7 +84,7 @@ def test_splits_are_named_and_one_of_them_is_read(tables, tmp_path):
         save_to_disk(EVENTS, tables / "interactions" / split)
     (tables / "interactions" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     (finding,) = check_tables(tables)
-    assert finding.kind == "saved-dataset" and finding.found.endswith("interactions holds the splits test, train")
+    assert finding.kind == "saved-dataset" and finding.found.endswith("interactions has the splits test, train")
     mapping = {
         "items": {"files": "items.parquet", "id": "item_id", "title": "title"},
         "interactions": {"files": "interactions/train", "user_id": "user_id", "item_id": "item_id",
@@ -93,7 +93,7 @@ def test_splits_are_named_and_one_of_them_is_read(tables, tmp_path):
     import_mapped(ImportMapping.model_validate(mapping), tables, tmp_path / "out")
     assert read_tables(tmp_path / "out").interactions.num_rows == 3
     mapping["interactions"]["files"] = "interactions/*/*.arrow"
-    with pytest.raises(TableError, match=r"whose `state.json` says which files count"):
+    with pytest.raises(TableError, match=r"whose `state.json` names its valid files"):
         import_mapped(ImportMapping.model_validate(mapping), tables, tmp_path / "out")
 
 
@@ -119,4 +119,4 @@ def test_a_file_that_ends_early_is_refused_though_arrow_would_read_it(tables):
     path.write_bytes(path.read_bytes()[:-8])
     assert pa.ipc.open_stream(path).read_all().num_rows == 3
     (finding,) = check_tables(tables)
-    assert "does not end as a stream of Arrow record batches does" in finding.found
+    assert "does not end like a stream of Arrow record batches" in finding.found

@@ -74,8 +74,8 @@ def test_a_day_that_does_not_exist_is_refused(text, time_format):
     ("time_format", "message"),
     [
         ("%H:%M", "one directive for the year"),
-        ("%Y-%j", "%j cannot be read"),
-        ("%Y-%m-%d %H:%M:%S.%f", "%f cannot be read"),
+        ("%Y-%j", "%j is not supported"),
+        ("%Y-%m-%d %H:%M:%S.%f", "%f is not supported"),
         ("%Y-%m", "one directive for the day"),
         ("%F %z %Z", "two zones"),
     ],
