@@ -75,9 +75,9 @@ def check_provenance(features: FeatureSet, as_of: datetime.date) -> None:
                 raise CtrError(f"{side} features: {error}") from None
             if made_on > as_of:
                 raise CtrError(
-                    f"{side} features of run {run_id} were made from interactions up to {made_on}, later than the "
-                    f"{as_of} on which training ends: the test period would leak into training; use the features of "
-                    f"a run of {as_of} or earlier"
+                    f"{side} features of run {run_id} were made from interactions up to {made_on}, but training ends "
+                    f"on {as_of}, so the test period would leak into training; use the features of a run of {as_of} or "
+                    "earlier"
                 )
 
 
@@ -108,7 +108,8 @@ def align(features: pa.Table, side: str, entity_ids: pa.Array) -> SideVectors:
     if not np.isfinite(raw).all():
         row = int(np.flatnonzero(~np.isfinite(raw).all(axis=1))[0])
         raise CtrError(
-            f"the vector of {side} {ids[row].as_py()!r} has a value that is not finite; encode the run again"
+            f"the vector of {side} {ids[row].as_py()!r} has a value that is not finite. Make features again: "
+            "`laserbatch nightly --date D --force`"
         )
     of_levels = np.column_stack([features[name].to_numpy() for name in LEVELS])
     vectors = np.zeros((len(entity_ids), raw.shape[1]), np.float32)
@@ -139,8 +140,8 @@ class Basis:
             mean, num_codes = getattr(self, f"{side}_mean"), getattr(self, f"num_{side}_codes")
             if (width := of_side.vectors.shape[1]) != len(mean):
                 raise CtrError(
-                    f"{side} features have vectors of width {width}, but the basis that reduces them has width "
-                    f"{len(mean)}: they come from another encoder; encode the run again with the same one"
+                    f"{side} features have vectors of width {width}; expected {len(mean)}, as in training: they come "
+                    "from another encoder. Use features that were made with the same encoding.encoder"
                 )
             has_vector = (of_side.vectors != 0).any(axis=1)
             vectors = np.zeros((len(has_vector), self.directions.shape[1]), np.float32)
@@ -159,7 +160,7 @@ def fit_basis(variants: dict[str, dict[str, SideVectors]], is_trained: dict[str,
     """
     dims = {of_side.vectors.shape[1] for sides in variants.values() for of_side in sides.values()}
     if len(dims) > 1:
-        raise CtrError(f"vectors differ in length: {sorted(dims)}; encode users, items and plain texts by one encoder")
+        raise CtrError(f"vectors have the lengths {sorted(dims)}; encode users, items and plain texts with one encoder")
     mean, num_codes, covariance = {}, {}, np.zeros((min(dims), min(dims)))
     for side in SIDES:
         aligned = [sides[side] for sides in variants.values()]

@@ -53,10 +53,9 @@ class Encoder:
         assert self.vocabulary is not None
         num_codes = NUM_RESERVED + len(self.vocabulary)
         column = column.cast(pa.string()) if pt.is_boolean(column.type) else column
-        if column.type != (pa.list_(self.vocabulary.type) if self.kind == "bag" else self.vocabulary.type):
-            raise CtrError(
-                f"column {self.name} is of type {column.type}; the model was trained with {self.vocabulary.type}"
-            )
+        expected = pa.list_(self.vocabulary.type) if self.kind == "bag" else self.vocabulary.type
+        if column.type != expected:
+            raise CtrError(f"column {self.name} is of type {column.type}; the model was trained with {expected}")
         if self.kind == "bag":
             return Field(self.name, _bag_codes(column, self.vocabulary), num_codes)
         return Field(self.name, _codes(column, self.vocabulary)[:, None], num_codes)
@@ -80,7 +79,7 @@ def fit_encoders(table: pa.Table, id_column: str, num_seen: np.ndarray, min_seen
         column = table[name].combine_chunks()
         encoder = _fit(name, column.filter(is_trained))
         if encoder is None:
-            logger.info("column %s (%s) is no CTR field", name, column.type)
+            logger.info("column %s (%s) is not used as a CTR field", name, column.type)
         else:
             encoders.append(encoder)
     return encoders

@@ -120,7 +120,7 @@ class ModelCard:
             )
         except (OSError, ValueError, KeyError, TypeError, pa.ArrowException, SafetensorError) as error:
             raise CtrError(
-                f"{folder} is no model of `laserbatch ctr train`, or damaged: {error}; {TRAIN_AGAIN}"
+                f"{folder} is not a model of `laserbatch ctr train`, or is damaged: {error}; {TRAIN_AGAIN}"
             ) from None
 
 
@@ -156,12 +156,12 @@ def score(
     knowledge = None
     if card.basis is not None:
         if features is None:
-            raise CtrError(f"{folder} was trained with knowledge: give the run whose features it reads")
+            raise CtrError(f"{folder} was trained with features of texts: give the run whose features it reads")
         knowledge = Knowledge(**card.basis.reduce(align_sides(tables, features)), basis=card.basis)
         for side, numbers in (("user", users), ("item", items)):
             if num_without := int((~getattr(knowledge, side).vectors.any(axis=1))[numbers].sum()):
                 logger.warning(
-                    "%d of %d rows are of %ss without features in the run; they are scored by a learned default",
+                    "%d of %d rows have %ss without features in the run; they are scored with a learned default",
                     num_without, len(numbers), side,
                 )  # fmt: skip
     max_history = card.settings.max_history

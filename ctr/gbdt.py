@@ -114,7 +114,7 @@ def _lightgbm():
         import lightgbm
     except (ImportError, OSError) as error:  # OSError: libgomp is missing
         raise CtrError(
-            f"LightGBM cannot be loaded ({error}); `pip install lightgbm` and the system library libgomp1 provide it, "
+            f"LightGBM cannot be loaded ({error}); run `pip install lightgbm` and install the system library libgomp1, "
             "or leave gbdt out of ctr.models"
         ) from error
     return lightgbm

@@ -109,13 +109,13 @@ def join_as_of(
         )
     if all(number == len(data.train) for number in num_without.values()):
         raise CtrError(
-            "ctr.history is asof, but no row of training has features that are older than it: earlier runs with "
-            "features (for plain texts: night.compare_with_plain) are needed. Set ctr.history to latest or split"
+            "ctr.history is asof, but no training row has features that are older than the row: this needs earlier "
+            "runs with features (of plain texts, night.compare_with_plain). Set ctr.history to latest or split"
         )
     if max(num_without.values()) > len(data.train) / 2:
         logger.warning(
-            "ctr.history asof: most training rows see no text of their %s (%d users', %d items' of %d rows are without "
-            "an older one), so models learn little from texts: keep more nights, or set ctr.history to latest",
+            "ctr.history is asof, and most training rows have no older text of their %s (%d rows for users and %d for "
+            "items, of %d), so models learn little from texts: keep more nights, or set ctr.history to latest",
             max(num_without, key=lambda side: num_without[side]),
             num_without["user"], num_without["item"], len(data.train),
         )  # fmt: skip

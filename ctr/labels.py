@@ -44,7 +44,7 @@ class LabelRule:
         match = RULE.fullmatch(text)
         if match is None:
             raise CtrError(
-                f"ctr.label: {text!r} is no rule; expected `COLUMN`, `COLUMN >= NUMBER` (also >, <=, <, ==, !=), "
+                f"ctr.label: {text!r} is not a rule; expected `COLUMN`, `COLUMN >= NUMBER` (also >, <=, <, ==, !=), "
                 f"`COLUMN == 'TEXT'`, `COLUMN {IS_VALUED}`, or `{ALL}`"
             )
         column, is_valued, comparison, value = match.groups()
@@ -70,7 +70,7 @@ class LabelRule:
         except (pa.ArrowException, TypeError):
             raise CtrError(
                 f"ctr.label: {self.text!r} does not fit the column {self.column}, which is of type {column.type}; "
-                f"expected numbers, or true and false; of texts say which one, as in `{self.column} == 'TEXT'`"
+                f"expected numbers, or true and false; compare texts as in `{self.column} == 'TEXT'`"
             ) from None
 
     @property
@@ -123,5 +123,5 @@ def sample_negatives(
         items_of_parts.append(drawn[is_drawn])
     num_lost = len(users) * per_positive - sum(map(len, rows_of_parts))
     if num_lost:
-        logger.warning("%d negatives are not sampled: their users met nearly every item", num_lost)
+        logger.warning("%d negatives were not sampled, because their users met nearly every item", num_lost)
     return np.concatenate(rows_of_parts), np.concatenate(items_of_parts)

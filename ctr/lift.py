@@ -100,7 +100,7 @@ def require_same_judgement(settings: Mapping[str, CtrOptions]) -> None:
             values = ", ".join(f"{name}: {value!r}" for name, value in values_by_way.items())
             raise CtrError(f"ctr.{key} differs, so variants would be judged differently ({values}); set one for all")
     if len({of_way.history == "split" for of_way in settings.values()}) > 1:
-        raise CtrError("ctr.history is split for some, so they train on other rows; set one for all, or give --history")
+        raise CtrError("ctr.history is split for some variants, which train on other rows; set it for all by --history")
 
 
 def _alike_without_texts(ways: Mapping[str, Way]) -> list[list[str]]:

@@ -65,9 +65,9 @@ def read_log(tables: EntityTables, label: str) -> Log:
     rule, source = LabelRule.parse(label), tables.interactions
     if rule.column is not None and rule.column not in source.schema.names:
         raise CtrError(
-            f"interactions have no column {rule.column!r}, from which ctr.label ({label}) tells positives; there are "
+            f"interactions have no column {rule.column!r}, which ctr.label ({label}) reads; there are "
             f"{', '.join(source.schema.names)}. Use another column in ctr.label (for example `event == 'purchase'`), "
-            "or set it to `all`: every interaction is a positive then, and negatives are sampled"
+            "or set it to `all`, which makes every interaction a positive and samples negatives"
         )
     source = ds.dataset(source) if isinstance(source, pa.Table) else source
     num_rows, num_read, num_unlabelled, num_left = source.count_rows(), 0, 0, 0
@@ -95,14 +95,14 @@ def read_log(tables: EntityTables, label: str) -> Log:
         users[place], items[place] = of_user[has_entities], of_item[has_entities]
         times = batch["timestamp"]
         if times.null_count:
-            raise CtrError(f"{times.null_count} rows have no timestamp")
+            raise CtrError("interactions, column timestamp: found null; expected a time in every row")
         in_us = times.cast(pa.timestamp("us", times.type.tz)).cast(pa.int64()).to_numpy()
         times_us[place] = in_us[has_entities]
     if num_left:
-        logger.warning("%d of %d interactions are left out: their user or item left the tables", num_left, num_rows)
+        logger.warning("%d of %d interactions are left out: their user or item is in no table", num_left, num_rows)
     if num_unlabelled:
         logger.warning(
-            "%d of %d interactions have no %s and are left out (`%s is not null` as ctr.label makes them negatives)",
+            "%d of %d interactions have no %s and are left out (set ctr.label to `%s is not null` for negatives)",
             num_unlabelled, num_rows, rule.column, rule.column,
         )  # fmt: skip
     users, items, times_us, labels = (column[:num_read] for column in (users, items, times_us, labels))
@@ -123,7 +123,7 @@ def _require_distinct(ids: pa.Array, side: str) -> None:
     if is_bad.any():
         row = int(np.argmax(is_bad))
         raise CtrError(
-            f"the {side}s table has the id {ids[row].as_py()!r} in row {row}; expected an id, and each id once. "
+            f"the {side}s table has the id {ids[row].as_py()!r} in row {row}; expected each id once, and no null. "
             "`laserbatch data check` lists all such rows"
         )
 
@@ -134,7 +134,7 @@ def numbers_of(ids: pa.Array, table_ids: pa.Array, side: str, table: str) -> np.
     if (is_unknown := rows < 0).any():
         first = int(np.argmax(is_unknown))
         raise CtrError(
-            f"{is_unknown.sum()} rows of {table} are of {side}s that are not in the table of {side}s (the first: "
+            f"{is_unknown.sum()} rows of {table} have a {side} that is not in the table of {side}s (the first: "
             f"{ids[first].as_py()!r}, row {first}). Leave these rows out, or give tables with these {side}s"
         )
     return rows
@@ -185,8 +185,8 @@ def split_by_time(log: Log, as_of: datetime.date, settings: CtrSettings) -> dict
         raise CtrError(f"no interactions up to {as_of}: nothing to train on; give a later date")
     if first == num:
         raise NothingToJudge(
-            f"no interactions after {as_of}: nothing can judge the models; give an earlier date, or wait until "
-            "the tables hold the days after it"
+            f"no interactions after {as_of}, so the models cannot be judged; give an earlier date, or wait until "
+            "the tables have later interactions"
         )
     num_train = part_way(first, SPLIT_TRAIN_SHARE) if is_split else first
     first_test = part_way(num_train, settings.validation_share)

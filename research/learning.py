@@ -43,7 +43,7 @@ def with_lora(model: PreTrainedModel, rank: int, alpha: int):
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         advice = "pip install 'laserbatch[lora]'"
-        raise ConfigError(f"a language model is adapted by peft, which is not there ({error}): {advice}") from error
+        raise ConfigError(f"a language model is adapted with peft, which is missing ({error}): {advice}") from error
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear"))
 
 
@@ -127,7 +127,7 @@ def require_own_folder(folder: Path, kind: str, *names: str) -> None:
     """Raise ConfigError if a folder has files, but neither a checkpoint nor one of `names`, the files of a training."""
     others = files_in(folder)
     if others and not others & {CHECKPOINT_NAME, *names}:
-        raise ConfigError(f"{folder} holds other things than a {kind} ({min(others)}): give a new folder")
+        raise ConfigError(f"{folder} has files that do not belong to a {kind} ({min(others)}): give a new folder")
 
 
 def drop_files(folder: Path, *names: str) -> None:
@@ -145,7 +145,7 @@ def read_facts(path: Path) -> dict:
         with safe_open(path, "pt") as opened:
             return json.loads(opened.metadata()["facts"])
     except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
-        logger.warning("%s is damaged (%s); what it was to go on with begins anew", path, error)
+        logger.warning("%s is damaged (%s), so its part of the training starts again", path, error)
         return {}
 
 

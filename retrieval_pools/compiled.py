@@ -74,8 +74,8 @@ def _kept_on_disk(function: Callable, **options) -> Any:
     folder = str(_temporary_cache())
     os.environ["NUMBA_CACHE_DIR"] = cast(Any, config).CACHE_DIR = folder
     logger.warning(
-        "neither the folder of the package nor the cache of the user may be written: numba's machine code goes to %s; "
-        "set NUMBA_CACHE_DIR to a folder that stays, so that it is not compiled again",
+        "neither the package's folder nor the user's cache is writable, so numba's machine code goes to %s; set "
+        "NUMBA_CACHE_DIR to a lasting folder, so that it is not compiled again",
         folder,
     )
     return njit(cache=True, **options)(function)

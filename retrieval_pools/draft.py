@@ -161,7 +161,7 @@ def draft(
     """
     options = DraftOptions() if options is None else options
     if not 0 <= num_prompt <= len(context):
-        raise ValueError(f"num_prompt is {num_prompt}; the context has {len(context)} tokens")
+        raise ValueError(f"num_prompt is {num_prompt}; expected 0 to {len(context)}, the tokens of the context")
     pool = EMPTY_POOL if pool is None else pool
     context = int32_row(context)
     previous = int32_row(previous) if options.use_previous and previous is not None else _NO_TOKENS
@@ -235,7 +235,7 @@ def _compiled_options(options: DraftOptions) -> tuple[bool, bool, int, float, bo
     """The options in the form that `tree.draft_trees` takes."""
     max_nodes, as_chains = options.max_nodes, options.as_chains
     if not 0 <= max_nodes <= MAX_NODES:
-        raise ValueError(f"max_nodes is {max_nodes}; a tree has 0 to {MAX_NODES} nodes")
+        raise ValueError(f"max_nodes is {max_nodes}; expected 0 to {MAX_NODES}")
     num_outputs = MAX_NODES if as_chains and max_nodes else max_nodes
     return options.use_output, options.use_prompt, num_outputs, options.min_acceptance, as_chains
 
@@ -252,7 +252,7 @@ def _pack_sequences(
     num_sequences = len(contexts)
     numbers = list(map(len, (contexts, num_prompts, previous, groups, max_depths)))
     if len(set(numbers)) > 1:
-        raise ValueError(f"contexts, num_prompts, previous, groups, max_depths are {numbers}; as many of each expected")
+        raise ValueError(f"contexts, num_prompts, previous, groups, max_depths are {numbers}; expected equal numbers")
     sequences = np.zeros((num_sequences, state.NUM_SEQUENCE_COLUMNS), np.int64)
     packed_contexts = _pack(contexts, sequences[:, state.CONTEXT_BEGIN : state.CONTEXT_END + 1])
     packed_previous = _pack(previous, sequences[:, state.PREVIOUS_BEGIN : state.PREVIOUS_END + 1])
@@ -306,5 +306,5 @@ def int32_row(tokens: np.ndarray) -> np.ndarray:
     row = np.ascontiguousarray(tokens, np.int32)
     if (is_cut := row != tokens).any():
         place = int(is_cut.argmax())
-        raise ValueError(f"token id {place} of {tokens.size}, from 0, is {tokens[place]}; expected an int32")
+        raise ValueError(f"token id number {place} (from 0) of {tokens.size} is {tokens[place]}; expected an int32")
     return row

@@ -44,11 +44,11 @@ class DraftBudget:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.max_tokens, Integral) and 0 <= self.max_tokens <= MAX_NODES):
-            raise ValueError(f"max_tokens is {self.max_tokens}; a draft has 0 to {MAX_NODES} tokens")
+            raise ValueError(f"max_tokens is {self.max_tokens}; expected a whole number from 0 to {MAX_NODES}")
         if not 0 <= self.min_acceptance <= 1:
-            raise ValueError(f"min_acceptance is {self.min_acceptance}; it is a probability")
+            raise ValueError(f"min_acceptance is {self.min_acceptance}; expected a probability, 0 to 1")
         if self.form not in ("chain", "tree"):
-            raise ValueError(f"form is {self.form!r}; a draft is a 'chain' or a 'tree'")
+            raise ValueError(f"form is {self.form!r}; expected 'chain' or 'tree'")
 
 
 def open_pool(
@@ -71,11 +71,11 @@ def open_pool(
     store = PoolStore(Path(root))
     version = store.current_version() if version is None else version
     if version is None:
-        raise PoolError(f"there are no pools in {root}: no night has left any yet")
+        raise PoolError(f"there are no pools in {root}; give the `pools` folder of a workspace after a night")
 
     def opened(folder: Path) -> OpenPool:
         if not (folder / side).is_dir():
-            raise PoolError(f"the pools {version!r} in {root} have none of the side {side!r}")
+            raise PoolError(f"the pools {version!r} in {root} have no pool of the side {side!r}")
         pool, routers = Pool.open(folder / side, tokenizer_hash, verify=True), folder / "router"
         return OpenPool(pool, Router.load(routers / side) if routers.is_dir() else None, version)
 
@@ -118,7 +118,7 @@ class OpenPool:
             The pool was opened without a router, or the entity has no id.
         """
         if self.router is None:
-            raise PoolError("this pool was opened without a router")
+            raise PoolError("this pool has no router, so it routes nothing; call `start` without a group")
         table = pa.Table.from_pylist([dict(entity)])
         return self.router.routes(table, np.array([num_interactions])).of(0).group
 
@@ -145,11 +145,11 @@ class OpenPool:
             A request of that name is not finished, the ids are not integers in one row, or the group is not a string.
         """
         if not (group is None or isinstance(group, str)):
-            raise ValueError(f"the group is {group!r}; expected the text that `route` returns, or None")
+            raise ValueError(f"the group is {group!r}; expected the string that `route` returns, or None")
         text = _Text(_ids(prompt_ids), None if previous_ids is None else _ids(previous_ids), group)
         with self._lock:
             if request in self._texts:
-                raise ValueError(f"the request {request!r} was started already, and is not finished")
+                raise ValueError(f"the request {request!r} was started already and is not finished; use another name")
             self._texts[request] = text
 
     def draft(self, requests: Sequence[Hashable], budget: DraftBudget | None = None, num_threads: int = 1) -> Drafts:

@@ -146,7 +146,8 @@ class StepCost(BaseModel, frozen=True, extra="forbid"):
     def _curve(self, batch_size: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         if batch_size not in self._curves:
             sizes = ", ".join(map(str, self.batch_sizes))
-            raise PoolError(f"the step cost {self.name!r} has no batch size {batch_size}; it has {sizes}. Measure it.")
+            advice = "Use one of these, or measure the cost at this batch size too."
+            raise PoolError(f"the step cost {self.name!r} has no batch size {batch_size}; it has {sizes}. {advice}")
         return self._curves[batch_size]
 
     @cached_property

@@ -48,7 +48,10 @@ def train(
 
     settings = load_settings(config, {"workspace": workspace})
     if settings.decoding.adapter is not None:
-        raise ConfigError(f"a drafter learns from a model alone: merge the adapter {settings.decoding.adapter} into it")
+        raise ConfigError(
+            f"decoding.adapter is {settings.decoding.adapter}, but a drafter learns from a model without an adapter: "
+            "set decoding.model to a folder with the merged model"
+        )
     card = train_on_runs(open_run(settings, run), kind, out, num_texts, epochs)
     named = f"models: [{out}]" if kind == "small" else f"head: {out}"
     drafters = ", ".join((*TEXT_SOURCES, "trained"))
@@ -65,4 +68,4 @@ def train(
     }
     summary(result, as_json)
     if not as_json:
-        say(f"to draft with it: `decoding: {{{use}}}`; a pool's drafts stand beside its own")
+        say(f"to draft with it, set `decoding: {{{use}}}`; the pool's drafts are then used too")

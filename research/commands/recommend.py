@@ -88,10 +88,10 @@ def train(
     settings = load_settings(config, {"workspace": workspace})
     day = None if date is None else parse_date(date)
     if base is not None and draft_for is not None:
-        raise ConfigError("--base and --draft-for: a small model begins with nothing, so leave --base out")
+        raise ConfigError("--base and --draft-for: a small model is trained from scratch, so leave --base out")
     for option, read in (("--draft-for", draft_for), ("--base", base)):
         if read is not None and out.resolve() == read.resolve():
-            raise ConfigError(f"--out and {option} are both {out}, whose model would be lost: give --out a new folder")
+            raise ConfigError(f"--out and {option} are both {out}, so its model would be lost: give --out a new folder")
     card = train_on_tables(settings, out, codes, draft_for, loss, day, epochs, code_maker, base)
     result: dict = {"folder": str(out), "histories": card.num_histories, "training_seconds": card.training_seconds}
     rankings = {"": card.held_back, "_of_neighbours": card.neighbours, "_of_popular_items": card.popular}
@@ -102,9 +102,9 @@ def train(
     summary(result, as_json)
     if recalls and recalls[""] < max(recalls.values()):
         say(
-            "recall@10 of a baseline (most popular items, or neighbours of the user's items) beats this recommender: "
-            "train longer, on more interactions or with other codes before nights use it"
+            "a baseline (most popular items, or neighbours of the user's items) has a higher recall@10 than this "
+            "recommender: train longer, on more interactions or with other codes before nights use it"
         )
     if not as_json:
         key = "model" if draft_for is None else "draft_model"
-        say(f"nights use it by `extensions: {{recommending: {{{key}: {out}}}}}`")
+        say(f"to use it in nights, set `extensions: {{recommending: {{{key}: {out}}}}}`")

@@ -54,8 +54,8 @@ def train_drafter(
     options = options or TrainingOptions()
     if len(texts) < MIN_TEXTS:
         raise ConfigError(
-            f"{len(texts)} texts are too few to train a drafter on, at least {MIN_TEXTS} are needed: name a run that "
-            "wrote more"
+            f"{len(texts)} texts are too few to train a drafter on; expected at least {MIN_TEXTS}: name a later run "
+            "(--run), which has more texts"
         )
     require_own_folder(folder, "drafter", CARD_NAME)
     torch.manual_seed(options.seed)

@@ -70,7 +70,7 @@ class DraftModels:
             if loaded.vocab_size != target.vocab_size or vocabulary_of(loaded) != vocabulary_of(target):
                 raise ModelError(
                     f"draft model {folder} has another vocabulary ({loaded.vocab_size} tokens) than {target.model_id} "
-                    f"({target.vocab_size}): a draft model needs its target's tokenizer"
+                    f"({target.vocab_size}): use a draft model with the target's tokenizer"
                 )
             small.append(loaded)
         head = None if options.head is None else TrainedHead(options.head, target)

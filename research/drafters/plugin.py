@@ -12,10 +12,10 @@ class TrainedPlugin(DrafterPlugin):
 
     def check(self, options: TrainedOptions, decoding) -> None:
         if options.num_models == 0:
-            raise ValueError("drafter trained has neither models nor a head: give drafter_options.trained one")
+            raise ValueError("drafter trained has neither models nor a head: set them in drafter_options.trained")
         if options.branching and decoding.verifier != "rsd":
             raise ValueError(
-                f"trained.branching belongs to verifier rsd, not to {decoding.verifier}: give trained.width"
+                f"drafter_options.trained.branching is for verifier rsd, not {decoding.verifier}: set width instead"
             )
 
     def load(self, options: TrainedOptions, decoding, target) -> LoadedDrafter:

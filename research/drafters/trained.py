@@ -69,11 +69,11 @@ class TrainedHead:
     def __init__(self, folder: Path, target: LoadedModel) -> None:
         card = read_card(folder)
         if card is None or card.kind == "small":
-            reason = "is a small model: name it in trained.models" if card else f"has no {CARD_NAME}: train one into it"
+            reason = "is a small model: name it in trained.models" if card else f"has no {CARD_NAME}: train a head"
             raise ModelError(f"trained.head {folder} {reason} (`laserbatch drafter train` makes heads)")
         if card.target != target.model_id:
             raise ModelError(
-                f"trained.head {folder} was trained for {card.target}, but the model is {target.model_id}: train one"
+                f"trained.head {folder} was trained for {card.target}, but the model is {target.model_id}: train a head"
             )
         self.card, self._target = card, target
         self._head = new_head(card, target.model.config.get_text_config().hidden_size)

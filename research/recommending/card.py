@@ -79,14 +79,14 @@ class KnownRecommender:
     def require(self, codes: ItemCodes) -> None:
         """Raise ModelError if it was trained on other codes."""
         if self.card.codes != codes_digest(codes):
-            raise ModelError(f"{self.model_id} was trained on other item codes: train it again, or give those")
+            raise ModelError(f"{self.model_id} was trained on other item codes: train it again, or restore its codes")
 
     def require_drafts_for(self, target: "KnownRecommender") -> None:
         """Raise ModelError if its vocabulary differs from its target's."""
         if (self.card.sizes, self.card.codes) != (target.card.sizes, target.card.codes):
             raise ModelError(
                 f"the draft model {self.model_id} has another vocabulary of codes {self.card.sizes} than "
-                f"{target.model_id} {target.card.sizes}: a draft model needs its target's codes"
+                f"{target.model_id} {target.card.sizes}: train a draft model for this target (--draft-for)"
             )
 
 

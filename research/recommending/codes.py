@@ -40,8 +40,8 @@ class ItemCodes:
         """The row of each item, int64[n], -1 without codes. Raises TableError if ids have another type."""
         if item_ids.type != self.item_ids.type:
             raise TableError(
-                f"items have ids of type {item_ids.type}, their codes are of ids of type {self.item_ids.type}: give "
-                "codes of the same ids"
+                f"items have ids of type {item_ids.type}, but the codes have ids of type {self.item_ids.type}: write "
+                "both in one type"
             )
         return rows_among(item_ids, self.item_ids)
 
@@ -65,7 +65,7 @@ def read_codes(path: Path) -> ItemCodes:
     if id_type(table["item_id"].type) is None or not is_of_codes:
         raise TableError(
             f"{path} has item_id of type {table['item_id'].type} and codes of type {lists.type}; expected ids that are "
-            "texts or integers, and for each a list of texts or integers"
+            "texts or integers, and lists of texts or integers"
         )
     findings = Findings()
     for rule in ID.rules[:2]:
@@ -75,25 +75,25 @@ def read_codes(path: Path) -> ItemCodes:
     item_ids = plain_ids(table["item_id"]).combine_chunks()
     if item_ids.null_count:
         row = int(np.flatnonzero(item_ids.is_null().to_numpy(zero_copy_only=False))[0])
-        raise TableError(f"{path}: row {row}, from 0, has no item_id; each row needs one")
+        raise TableError(f"{path}: row {row} (from 0) has no item_id; fill it in, or drop the row")
     lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
     if lengths.max() == 0:
-        raise TableError(f"{path} has no codes: it is empty")
+        raise TableError(f"{path}: the list of codes of every item is empty; expected one code or more")
     counts = np.bincount(lengths)
     num_levels = int(np.flatnonzero(counts == counts.max())[-1])  # the length of most lists
     values = plain_column(lists.flatten())
     wrong = item_ids.filter(pa.array(lengths != num_levels))
     if len(wrong):
         raise TableError(
-            f"{path}: {len(wrong)} items have another number of codes than {num_levels} (the first: {wrong[0]}): each "
-            "needs them all"
+            f"{path}: {len(wrong)} items do not have {num_levels} codes, as most items have (the first: {wrong[0]}); "
+            "give each item as many"
         )
     if values.null_count:
         row = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0]) // num_levels
-        raise TableError(f"{path}: item {item_ids[row]} has a null among its codes")
+        raise TableError(f"{path}: item {item_ids[row]} has a null among its codes; fill it in, or drop the row")
     if pc.count_distinct(item_ids).as_py() < len(item_ids):
         twice = next(pair["values"] for pair in pc.value_counts(item_ids).to_pylist() if pair["counts"] > 1)
-        raise TableError(f"{path}: item {twice} is there twice")
+        raise TableError(f"{path}: item {twice} occurs more than once; keep one of its rows")
     # Codes are numbered by level in the order of their names, so that the same file gives the same numbers.
     columns = [pc.rank(values[level::num_levels], tiebreaker="dense").to_numpy() - 1 for level in range(num_levels)]
     codes = np.stack(columns, 1).astype(np.int32)

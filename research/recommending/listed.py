@@ -69,13 +69,13 @@ class Lists:
         if num_new:
             num_without = len(item_ids) - len(self.catalogue)
             say(
-                f"{num_new} items came since the recommender was trained: {num_new - num_without} have codes like "
-                f"those of the most alike item, {num_without} are not listed, for want of a vector or of codes"
+                f"the recommender has no codes for {num_new} items: {num_new - num_without} get the codes of the most "
+                f"similar item with a new last code, {num_without} have no vector or no free code and are not listed"
             )
         if num_items > len(self.catalogue):
             raise ConfigError(
-                f"extensions.recommending.num_items {num_items} is more than the {len(self.catalogue)} items of the "
-                "catalogue that have codes: ask for fewer"
+                f"extensions.recommending.num_items is {num_items}, but only {len(self.catalogue)} items of the "
+                "catalogue have codes: lower it"
             )
 
     def _with_new_items(self, item_ids: pa.Array) -> ItemCodes:

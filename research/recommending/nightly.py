@@ -240,19 +240,19 @@ def _drafted(
 ) -> int:
     """The draft budget of the manifest; if it has none, the configured budget, or else the fastest in a trial."""
     if "user" not in manifest.generation.budgets:
-        num_drafted, reason, gain = options.num_drafted, "as extensions.recommending.num_drafted says", None
+        num_drafted, reason, gain = options.num_drafted, "set by extensions.recommending.num_drafted", None
         if num_drafted is None and options.draft_model is None and manifest.origin.previous_run_id is None:
-            num_drafted, reason = 0, "there is no list of an earlier night"
+            num_drafted, reason = 0, "there are no lists of an earlier night"
         elif num_drafted is None and len(shards) < MIN_TRIED:
             num_drafted, reason = 0, "too few users to repay a trial"
         elif num_drafted is None:
             num_drafted, gain = fastest(worker_pool.call_one("measured", "tried_drafts", shards))
-            reason = "the fastest of those tried" if num_drafted else "no draft was faster"
+            reason = "the fastest number that was tried" if num_drafted else "no draft was faster"
         forecast = BudgetForecast(reason, batch_size=options.batch_size, speed_up=gain)
         manifest.generation.budgets = {"user": BudgetFigures(num_drafted, 0.0, forecast)}
         manifest.save()
-        best = "" if gain is None else f": the best was {gain:.2f} times plain beams"
-        say(f"drafted for a user: {num_drafted or 'nothing'} ({reason}{best})")
+        best = "" if gain is None else f": the best was {gain:.2f} times as fast as plain beams"
+        say(f"drafted paths for each user: {num_drafted or 'none'} ({reason}{best})")
     return manifest.generation.budgets["user"].max_draft_tokens
 
 
@@ -268,7 +268,7 @@ def _figures(
         by_plan += pc.sum(pc.equal(batch["run_id"], manifest.run_id)).as_py() or 0
         num_shorter += pc.sum(pc.less(pc.list_value_length(batch["items"]), num_items)).as_py() or 0
     if num_shorter:
-        say(f"{num_shorter} users have lists of fewer than {num_items} items (num_items): they have had the others")
+        say(f"{num_shorter} users have lists of fewer than {num_items} items (num_items), as they had all other items")
     manifest.judgement.extension_figures = {"num_shorter": num_shorter}
     manifest.generation.model = next((record.written_by.model for record in written), manifest.generation.model)
     return SideFigures(
@@ -321,7 +321,7 @@ def _publish(workspace: Workspace, run: RunFolder, settings: Settings) -> None:
     old = [run for run in workspace.finished_runs() if run.run_id != published][
         : -settings.extension("recommending").keep_runs
     ]
-    with ends_no_night("old lists were not removed, the next night tries again"):
+    with ends_no_night("old lists were not removed; the next night tries again"):
         remove_delivered(workspace, uri, [run.run_id for run in old])
         for old_run in old:
             remove_folder(old_run.root)

@@ -27,8 +27,8 @@ def write_lists_report(manifest: RunManifest, path: Path) -> None:
         KeyFigure("users per second", rate(ratio(stats.num_texts, stats.wall_s)), [seconds(stats.wall_s)]),
         KeyFigure("forwards a user", decimal(None if levels is None or forwards is None else levels * forwards),
                   [f"of {decimal(levels, 0)} levels"]),
-        KeyFigure("without a history", count(figures.routes.get("popular", 0)), ["they get what most others have"]),
-        KeyFigure("shorter lists", count(num_shorter), ["their users have had all other items"]),
+        KeyFigure("without a history", count(figures.routes.get("popular", 0)), ["they get the most popular items"]),
+        KeyFigure("shorter lists", count(num_shorter), ["their users had all other items"]),
     ]  # fmt: skip
     rows = [{"Reason": reason, "Users": count(number)} for reason, number in figures.quarantine_reasons.items()]
     failed = Table("Users in quarantine", rows, ("Reason",)) if rows else Note("Nobody is in quarantine.")
@@ -58,22 +58,23 @@ def quality_of(manifest: RunManifest) -> str:
     """A sentence on the quality of the recommender's lists, as measured after its training."""
     card = manifest.origin.settings.get("recommender", {})
     if not card.get("held_back"):
-        return "How good its lists are was not measured when the recommender was trained."
+        return "The quality of the recommender's lists was not measured when it was trained."
     shares = {
         name: f"{card[key]['recall_10']:.1%}"
-        for name, key in (("its own", "held_back"), ("the items that go with a user's", "neighbours"),
+        for name, key in (("its own", "held_back"), ("the neighbours of a user's items", "neighbours"),
                           ("the most popular items", "popular"))
         if card.get(key)
     }  # fmt: skip
     held = ", ".join(f"{name} {share}" for name, share in shares.items())
     number = count(card["held_back"]["num_histories"])
-    return f"Of {number} items that were held back when it was trained, lists of ten held: {held}."
+    return f"Of {number} items that were held back in training, lists of ten contained: {held}."
 
 
 def drafts_of(figures: SideFigures) -> str:
     """A sentence on the number of drafts per user, and the reason for it."""
     if figures.budget is None:
-        return "No user got a list by the model, so that nothing was drafted."
+        return "The model made no list, so nothing was drafted."
     forecast, most = figures.budget.forecast, figures.budget.max_draft_tokens
-    gain = "" if forecast.speed_up is None else f"; the best was {decimal(forecast.speed_up)} times plain beams"
-    return f"Drafted for a user: {count(most) if most else 'nothing'} ({forecast.reason}{gain})."
+    best = "the best was {} times as fast as plain beams"
+    gain = "" if forecast.speed_up is None else f"; {best.format(decimal(forecast.speed_up))}"
+    return f"Drafted paths for each user: {count(most) if most else 'none'} ({forecast.reason}{gain})."

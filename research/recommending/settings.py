@@ -47,7 +47,7 @@ class RecommendingSettings(Strict):
     def required_model(self) -> Path:
         """`model`. Raises ConfigError if it is not set."""
         if self.model is None:
-            raise ConfigError("extensions.recommending names no model; `laserbatch recommender train` makes one")
+            raise ConfigError("extensions.recommending.model is not set; `laserbatch recommender train` makes a model")
         return self.model
 
 

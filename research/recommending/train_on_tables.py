@@ -46,7 +46,8 @@ def train_on_tables(
         codes = _codes_of_vectors(settings, code_maker)
     item_ids, histories = tables.items["item_id"].combine_chunks(), known_histories(tables, codes)
     if num_unknown := len(item_ids) - len(codes.of_catalogue(item_ids)):
-        say(f"{num_unknown} of {len(item_ids)} items have no codes: they are neither learned nor listed")
+        unless = "not listed, unless the published run of texts has vectors of them"
+        say(f"{num_unknown} of {len(item_ids)} items have no codes: they are not learned, and {unless}")
     with progress("train recommender") as bar:
 
         def on_progress(step: int, num_steps: int, value: float) -> None:
@@ -65,5 +66,5 @@ def train_on_tables(
 def _codes_of_vectors(settings: Settings, code_maker: CodeMaker) -> ItemCodes:
     run = Workspace.open(settings.workspace, create=False).chosen_run(None)
     table = read_parquet(run.features_path("item"), ["item_id", "vector"])
-    say(f"codes are made of the {table.num_rows} item vectors of run {run.run_id}")
+    say(f"codes are made from the {table.num_rows} item vectors of run {run.run_id}")
     return made_codes(table["item_id"].combine_chunks(), vectors_of(table), settings.seed, code_maker)

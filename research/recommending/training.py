@@ -306,8 +306,8 @@ def _enough(histories: Sequence[np.ndarray], folder: Path) -> list[np.ndarray]:
     usable = [history for history in histories if len(history) > 1]
     if len(usable) < MIN_HISTORIES:
         raise ConfigError(
-            f"{len(usable)} users with two items or more are too few to train a recommender on, at least "
-            f"{MIN_HISTORIES} are needed"
+            f"{len(usable)} users with two or more items that have codes are too few to train a recommender on; "
+            f"expected at least {MIN_HISTORIES}: use more interactions, or codes of more items"
         )
     require_own_folder(folder, "recommender", CARD_NAME, BEST_NAME)
     folder.mkdir(parents=True, exist_ok=True)

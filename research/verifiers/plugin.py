@@ -30,11 +30,11 @@ class Sampling(VerifierPlugin):
         rule = f"verifier {decoding.verifier}"
         if "trained" not in decoding.drafters:
             raise ValueError(
-                f"{rule} judges what a small model or a head draws: add trained to drafters, or say `greedy`"
+                f"{rule} judges drafts that a small model or a head samples: add trained to drafters, or set `greedy`"
             )
         options = decoding.options_of("trained")
         if options.num_models > 1 and (not self._judges_several or options.head is not None):
-            raise ValueError(f"{rule} judges what one model draws, {options.num_models} are named")
+            raise ValueError(f"{rule} judges drafts of one model, but {options.num_models} are named: name one")
 
     def make(self, decoding):
         from laserbatch.research.verifiers import rejection

@@ -72,7 +72,7 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
     Raises ValueError if there are fewer than two texts.
     """
     if len(texts) < 2:
-        raise ValueError(f"{len(texts)} texts to calibrate with; one half is fitted to and the other checked: give two")
+        raise ValueError(f"{len(texts)} texts to calibrate with; expected two or more: half of them check the fit")
     options = DraftOptions() if options is None else options
     texts = _of_bounded_length(texts, MAX_TOKENS)
     plain = _with_best_escape(pool.with_calibration(None), texts, options)

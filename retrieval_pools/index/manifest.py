@@ -17,7 +17,7 @@ from laserbatch.retrieval_pools.settings import DraftSettings, Frozen, PoolSetti
 
 FORMAT_VERSION = 10
 MANIFEST_NAME = "manifest.json"
-REBUILD = "Run `laserbatch pools rebuild`."
+REBUILD = "Run `laserbatch pools rebuild`, with `--run RUN` if they are not the published run's."
 OTHER_TOKENIZER = "Use the pools of a run that this model wrote; `laserbatch nightly` builds them."
 
 Side = Literal["user", "item"]

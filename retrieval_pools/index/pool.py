@@ -81,7 +81,7 @@ class Pool:
         if tokenizer_hash is not None and manifest.tokenizer_hash != tokenizer_hash:
             raise PoolError(
                 f"{folder} was built with the tokenizer {manifest.tokenizer_hash[:12]} (model {manifest.model_id}); "
-                f"expected {tokenizer_hash[:12]}: its token ids mean something else now. {OTHER_TOKENIZER}"
+                f"expected {tokenizer_hash[:12]}, because its token ids mean other texts now. {OTHER_TOKENIZER}"
             )
         lying = _lying(folder)
         verify = verify and lying not in _VERIFIED
@@ -206,7 +206,7 @@ def _check_texts(folder: Path, manifest: PoolManifest, index: Index) -> None:
             fits &= part.max() < stop and (name == "tokens" or part.min() >= 0)
     fits &= num_separators == manifest.num_texts + 1
     if not fits:
-        raise PoolError(f"{folder} is damaged: its texts are not those that its manifest counts. {REBUILD}")
+        raise PoolError(f"{folder} is damaged: its texts do not fit its manifest. {REBUILD}")
 
 
 def _empty_pool() -> Pool:

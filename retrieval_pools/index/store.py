@@ -79,7 +79,7 @@ class PoolStore:
         version = self._pointed_to()
         if version is not None and version not in self._folders():
             raise PoolError(
-                f"{self.root / CURRENT_NAME} names the pools {version!r}, which are not there; {self._listed}. "
+                f"{self.root / CURRENT_NAME} names the pools {version!r}, which do not exist; {self._listed}. "
                 "Choose one with `laserbatch pools use VERSION`, or run `laserbatch pools rebuild`."
             )
         return version
@@ -96,7 +96,7 @@ class PoolStore:
         while True:
             folders = self._folders().get(version)
             if folders is None:
-                advice = f"`laserbatch pools rebuild --run {version}` builds those of a run"
+                advice = f"`laserbatch pools rebuild --run {version}` builds the pools of that run"
                 raise PoolError(f"there are no pools {version!r} in {self.root}; {self._listed}. {advice}.")
             try:
                 _require_files(folders[-1], verify)
@@ -264,7 +264,7 @@ def _require_files(folder: Path, verify: bool) -> None:
         if not (folder / name).is_file():
             raise PoolError(f"{folder / name} is missing. {REBUILD}")
         if verify and sha256_file(folder / name) != sha256:
-            raise PoolError(f"{folder / name} is damaged: {path} has another checksum of it. {REBUILD}")
+            raise PoolError(f"{folder / name} is damaged: it does not fit its checksum in {path}. {REBUILD}")
 
 
 def _content(folder: Path, but: str | None = None) -> dict[str, str]:

@@ -92,7 +92,7 @@ def lay_end_to_end(texts: Iterable[PoolText] | Iterable[PoolTexts], path: Path, 
             num_texts += len(block.lengths)
             num_positions += len(block.lengths) + int(block.lengths.sum())
             if num_positions > MAX_POSITIONS:
-                raise PoolError(f"a pool holds {MAX_POSITIONS:,} tokens; there are more before text {num_texts}.")
+                raise PoolError(f"a pool has at most {MAX_POSITIONS:,} tokens; the first {num_texts} texts have more.")
             tokens.write(gather_texts(block.tokens, block.begins, block.lengths)[1:])
             in_block, first = np.unique(block.group_codes, return_index=True)
             code_in_pool = np.zeros(len(block.groups), np.int32)
@@ -100,7 +100,7 @@ def lay_end_to_end(texts: Iterable[PoolText] | Iterable[PoolTexts], path: Path, 
             for code in as_they_come:
                 code_in_pool[code] = code_of.setdefault(block.groups[code], len(code_of))
             if len(code_of) > MAX_GROUPS:
-                raise PoolError(f"a pool holds {MAX_GROUPS:,} groups; there are more before text {num_texts}.")
+                raise PoolError(f"a pool has at most {MAX_GROUPS:,} groups; the first {num_texts} texts have more.")
             lengths.append(block.lengths.astype(np.int32))
             codes.append(code_in_pool[block.group_codes])
             entities += [block.entity_codes] if with_entities else []
@@ -133,7 +133,7 @@ def _in_blocks(texts: Iterable[PoolText] | Iterable[PoolTexts], with_entities: b
         codes = [group_codes.setdefault(text.group, len(group_codes)) for text in block]
         if wrong := [name for name in group_codes if not isinstance(name, str)]:
             number = num_texts + codes.index(group_codes[wrong[0]])
-            raise PoolError(f"text {number} has the group {wrong[0]!r}; expected a text, which is empty for no group.")
+            raise PoolError(f"text {number} has the group {wrong[0]!r}; expected a string, empty for no group.")
         lengths = np.array([len(row) for row in rows])
         begins = np.cumsum(lengths) - lengths
         yield PoolTexts(np.concatenate(rows), begins, lengths, np.array(codes), list(group_codes), np.array(entities))

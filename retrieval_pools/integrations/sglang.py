@@ -72,7 +72,7 @@ class PoolTrees:
         except Exception:  # SGLang goes on without a draft, so a fault of ours does not lose a batch
             self.num_failed += 1
             if self.num_failed == 1:
-                logger.exception("a draft failed: this step goes on without, and no other failure is logged")
+                logger.exception("a draft failed: the step runs without it, and later failures are not logged")
         return tokens.ravel(), is_above.ravel()
 
     def erase_match_state(self, names: Iterable[Hashable]) -> None:
@@ -122,7 +122,7 @@ def register() -> None:
         _register()
     except Exception as error:  # an unknown version may raise anything
         logger.warning(
-            "speculative algorithm %s is not available: this SGLang takes none as 0.5.23 does (%s: %s)",
+            "speculative algorithm %s is not available: this SGLang cannot add algorithms as 0.5.23 can (%s: %s)",
             NAME, type(error).__name__, error,
         )  # fmt: skip
 

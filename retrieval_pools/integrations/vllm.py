@@ -50,7 +50,7 @@ def read_step_cost(path: Path) -> StepCost:
     try:
         return StepCost.model_validate_json(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise PoolError(f"{path} is no step cost ({_fault(error)}); measure one: python -m {MEASURE} --help") from None
+        raise PoolError(f"{path} is not a step cost ({_fault(error)}); python -m {MEASURE} measures one") from None
 
 
 class ProposerSettings(BaseModel, frozen=True, extra="forbid"):
@@ -71,7 +71,7 @@ class ProposerSettings(BaseModel, frozen=True, extra="forbid"):
     def read(cls) -> "tuple[ProposerSettings, ...]":
         """Read the file that LASERBATCH_DRAFTS names. Raises PoolError, which names a wrong key and its value."""
         if SETTINGS_VARIABLE not in os.environ:
-            raise PoolError(f"{SETTINGS_VARIABLE} is not set; it names the JSON file that says what to draft from")
+            raise PoolError(f"{SETTINGS_VARIABLE} is not set; set it to the JSON file that says what to draft from")
         path = Path(os.environ[SETTINGS_VARIABLE])
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
@@ -195,7 +195,7 @@ class PoolProposer:
         except Exception:  # vLLM goes on without a draft, so a fault of ours does not lose a batch
             self.num_failed += 1
             if self.num_failed == 1:
-                logger.exception("a draft failed: this step goes on without, and no other failure is logged")
+                logger.exception("a draft failed: the step runs without it, and later failures are not logged")
         return drafts
 
     def _text_of(self, row: int, tokens: np.ndarray, num_sampled: int) -> int:

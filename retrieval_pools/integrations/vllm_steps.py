@@ -38,7 +38,7 @@ def speculative_config(model: Path | str, num_speculative_tokens: int = 8) -> di
     except ModuleNotFoundError:  # one of its parent packages is missing
         spec = None
     if spec is None:
-        raise PoolError("vLLM is not installed, or has no `custom_class` proposers; 0.32 has")
+        raise PoolError("vLLM is not installed, or has no `custom_class` proposers; install vLLM 0.32, which has them")
     checked = subprocess.run([sys.executable, "-m", PROPOSERS, str(model)], capture_output=True, text=True, check=False)
     if checked.returncode:
         raise PoolError(checked.stderr.strip().splitlines()[-1])

@@ -119,14 +119,14 @@ def _guess(entities: pa.Table) -> list[tuple[str, Kind]]:
 def _kind_of_named(entities: pa.Table, name: str) -> Kind:
     if name not in entities.column_names:
         raise PoolError(
-            f"cannot group by attribute {name!r}: the table has columns {', '.join(entities.column_names)}; "
-            "correct user_attributes or item_attributes in the routing settings"
+            f"cannot group by attribute {name!r}: the table has the columns {', '.join(entities.column_names)}; "
+            "correct routing.user_attributes or routing.item_attributes"
         )
     kind = _kind(entities[name].type)
     if kind is None:
         raise PoolError(
             f"cannot group by attribute {name!r} of type {entities[name].type}: expected text, a boolean, a number or "
-            "a list of strings; name another column in the routing settings"
+            "a list of strings; name another column in routing.user_attributes or routing.item_attributes"
         )
     return kind
 
@@ -248,7 +248,7 @@ class AttributeGroups:
         table = pq.read_table(folder / ATTRIBUTE_FILE)
         prefixes = [tuple(prefix) for prefix in table["prefix"].to_pylist()]
         if () not in prefixes:
-            raise ValueError(f"{ATTRIBUTE_FILE} lacks the root")
+            raise ValueError(f"{ATTRIBUTE_FILE} lacks the root of the groups")
         return cls(tuple(columns), dict(zip(prefixes, table["num_entities"].to_pylist(), strict=True)))
 
     @cached_property

@@ -76,7 +76,7 @@ def _column(table: pa.Table, name: str, table_name: str) -> pa.ChunkedArray:
 
 def _require_ids(ids: pa.Array | pa.ChunkedArray, name: str, table_name: str) -> None:
     if ids.null_count:
-        raise PoolError(f"{table_name}.{name} has {ids.null_count} nulls; every row needs an id")
+        raise PoolError(f"{table_name}.{name} has {ids.null_count} nulls; expected an id in every row")
 
 
 def normalised_ids(ids: pa.Array | pa.ChunkedArray, name: str, table_name: str) -> pa.Array:
@@ -87,12 +87,12 @@ def normalised_ids(ids: pa.Array | pa.ChunkedArray, name: str, table_name: str) 
     elif pa.types.is_string(arrow_type) or pa.types.is_large_string(arrow_type):
         target = pa.large_string()
     else:
-        raise PoolError(f"{table_name}.{name} is of type {ids.type}; ids are strings or integers")
+        raise PoolError(f"{table_name}.{name} is of type {ids.type}; expected strings or integers")
     _require_ids(ids, name, table_name)
     try:
         ids = ids.cast(target)
     except pa.ArrowInvalid as error:
-        raise PoolError(f"{table_name}.{name}: {error}; ids are strings or integers below 2**63") from None
+        raise PoolError(f"{table_name}.{name}: {error}; expected strings, or integers below 2**63") from None
     return ids.combine_chunks() if isinstance(ids, pa.ChunkedArray) else ids
 
 
@@ -100,7 +100,7 @@ def check_same_kind(ids: pa.Array, other_ids: pa.Array, table_name: str, other_n
     """Raise PoolError if one of two normalised id arrays holds strings and the other integers."""
     if ids.type != other_ids.type:
         raise PoolError(
-            f"ids of {table_name} are {ids.type}, those of {other_name} are {other_ids.type}; give both the same type"
+            f"ids of {table_name} are {ids.type}, but ids of {other_name} are {other_ids.type}; write both in one type"
         )
 
 

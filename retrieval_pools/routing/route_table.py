@@ -47,7 +47,7 @@ class RouteTable:
             raise PoolError(f"the route table {path} cannot be read: {str(error).splitlines()[0]}") from None
         if table.schema.remove_metadata() != SCHEMA:
             names = ", ".join(SCHEMA.names)
-            raise PoolError(f"{path} is no route table: expected the columns {names} as `write_routes` writes them")
+            raise PoolError(f"{path} is not a route table: expected the columns {names}, as `write_routes` writes them")
         self._rows = {key: row for row, key in enumerate(table["prompt_hash"].to_pylist())}
         self._groups = table["group"].combine_chunks()
         self._previous = table["previous_ids"].combine_chunks()

@@ -104,7 +104,7 @@ class Router:
             Unknown side, missing columns, ids of another kind, or an attribute that cannot be grouped by.
         """
         if side not in SIDES:
-            raise PoolError(f"unknown side {side!r}: a router is fitted for one of {', '.join(SIDES)}")
+            raise PoolError(f"the side is {side!r}; expected one of {', '.join(SIDES)}")
         settings = settings or RoutingSettings()
         ids = id_column(entities, f"{side}_id", "entities")
         collaborative = CollaborativeGroups.none_of(ids)
@@ -183,12 +183,12 @@ class Router:
             The folder holds no router, a router of another format, or a damaged one.
         """
         folder = Path(folder)
-        again = "rebuild the pools with `laserbatch pools rebuild`"
+        again = "rebuild its pools with `laserbatch pools rebuild`, or with `--run RUN` if they are of an earlier run"
         try:
             description = json.loads((folder / ROUTER_FILE).read_text(encoding="utf-8"))
             saved = description["format_version"]
             if saved != FORMAT_VERSION:
-                raise PoolError(f"router in {folder} has format {saved}, this version reads {FORMAT_VERSION}; {again}")
+                raise PoolError(f"router in {folder} has format {saved}; expected {FORMAT_VERSION}; {again}")
             columns = [AttributeColumn(**{**c, "edges": tuple(c["edges"])}) for c in description["columns"]]
             settings = RoutingSettings.model_validate(
                 {name: value for name, value in description["settings"].items() if name in RoutingSettings.model_fields}

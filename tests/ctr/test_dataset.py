@@ -70,7 +70,7 @@ def test_a_log_in_files_of_any_order_gives_the_same_rows(world, tmp_path):
         ({"user_id": ["u0"], "item_id": ["i0"], "timestamp": pa.array([0], pa.timestamp("s"))}, "no column 'rating'"),
         (
             {"user_id": ["u0"], "item_id": ["i0"], "timestamp": pa.array([None], pa.timestamp("s")), "rating": [1.0]},
-            "1 rows have no timestamp",
+            "column timestamp: found null",
         ),
         (
             {"user_id": ["u0"], "item_id": ["i0"], "timestamp": pa.array([0], pa.timestamp("s")), "rating": ["good"]},

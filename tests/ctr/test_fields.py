@@ -2,7 +2,9 @@
 
 import numpy as np
 import pyarrow as pa
+import pytest
 
+from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.fields import ABSENT, NUM_RESERVED, UNKNOWN, fit_encoders
 
 
@@ -67,3 +69,9 @@ def test_columns_that_say_nothing_do_no_harm():
     }
     for field in fields_of(columns).values():
         assert (field.codes == ABSENT).all()
+
+
+def test_a_list_that_became_a_text_is_refused_with_the_type_in_training():
+    (encoder,) = fit_encoders(pa.table({"item_id": ["i"], "path": [["a"]]}), "item_id", np.ones(1, int), 1)[1:]
+    with pytest.raises(CtrError, match=r"path is of type string; the model was trained with list<"):
+        encoder.encode(pa.table({"path": ["a"]}))

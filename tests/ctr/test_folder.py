@@ -249,7 +249,7 @@ def test_bad_input_is_named_and_leaves_nothing_half_trained(world, night, tmp_pa
     narrow = pa.FixedSizeListArray.from_arrays(pa.array(broken[:, 3:].reshape(-1)), broken.shape[1] - 3)
     field = pa.field("vector", narrow.type, nullable=False)
     write_features(good.set_column(1, field, narrow))
-    refused("vectors differ in length")
+    refused("vectors have the lengths")
     write_features(good)
     train(night, tmp_path / "model")
     night.manifest.features["user"].encoder = "other"

@@ -74,7 +74,7 @@ def test_training_rows_see_what_is_older_than_they_and_the_others_the_runs_own(w
         figures = train_ctr(world, {"relaxed": make_features(world)}, AS_OF, chosen, versions={"relaxed": versions})
         assert figures.rows[1].auc > 0.5
     none = {side: planted(getattr(world, f"{side}s"), side, [last + 1]) for side in ("user", "item")}
-    with pytest.raises(CtrError, match="no row of training has features that are older"):
+    with pytest.raises(CtrError, match="no training row has features that are older"):
         join_as_of(world, data, own, none)
 
 

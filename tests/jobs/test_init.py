@@ -63,7 +63,7 @@ def test_a_label_is_the_rating_and_columns_of_a_log_that_are_not_used_are_named(
     (folder / "films.csv").write_text("film_id,name\n1,Heat\n2,Up\n")
     (folder / "log.csv").write_text("user_id,film_id,ts,label,device\n7,1,1740000000,1,tv\n7,2,1740000001,0,web\n")
     (note,) = run_init(capsys, folder, tmp_path / "night.yaml")["notes"]
-    assert note.startswith("columns of interactions that are not used: device; if one is the label")
+    assert note.startswith("columns of interactions that are not used: device; if one of them is the label")
     assert yaml.safe_load((tmp_path / "mapping.yaml").read_text())["interactions"]["rating"] == "label"
     assert load_settings(tmp_path / "night.yaml").ctr.label == "rating >= 1"
 
@@ -186,7 +186,7 @@ def test_german_names_semicolons_and_another_encoding_are_guessed(tmp_path, caps
     (folder / "käufe.csv").write_text("kunde;artikel_nr;zeitstempel;bewertung\nk1;a1;01.03.2025 08:30;4,5\n")
     said = run_init(capsys, folder, tmp_path / "night.yaml")["notes"]
     assert any("kunden.csv is not UTF-8; it is read as cp1252 (Western Europe), a guess" in note for note in said)
-    assert any("reads 'kunde;ort\\nk1;Köln\\n'. If letters are wrong there, set `encoding`" in note for note in said)
+    assert any("gives 'kunde;ort\\nk1;Köln\\n'. If letters are wrong there, set `encoding`" in note for note in said)
     assert "csv:  # guessed: numbers such as 4,5\n    decimal: ','" in (tmp_path / "mapping.yaml").read_text()
     import_mapped(load_mapping(tmp_path / "mapping.yaml"), folder, tmp_path / "tables")
     tables = read_tables(tmp_path / "tables")

@@ -270,9 +270,9 @@ def path_of(tree: TokenTree, node: int) -> tuple[int, ...]:
     ("options", "problem"),
     [
         ({"verifier": "rsd"} | trained(models=["a"]), "verifier rsd samples: set a temperature above 0"),
-        ({"verifier": "rsd", "temperature": 1}, "verifier rsd judges what a small model or a head draws"),
-        ({"verifier": "k_seq", "temperature": 1} | trained(models=["a", "b"]), "judges what one model draws"),
-        (trained(models=["a"], branching=[2]), "trained.branching belongs to verifier rsd, not to relaxed"),
+        ({"verifier": "rsd", "temperature": 1}, "verifier rsd judges drafts that a small model or a head samples"),
+        ({"verifier": "k_seq", "temperature": 1} | trained(models=["a", "b"]), "judges drafts of one model"),
+        (trained(models=["a"], branching=[2]), "trained.branching is for verifier rsd, not relaxed"),
         (trained(), "trained has neither models nor a head"),
         (trained(modles=["a"]), "trained: modles: no such key; did you mean 'models'"),
         ({"engine": "vllm"} | trained(models=["a"]), "drafters trained with engine vllm"),

@@ -150,9 +150,9 @@ def slow_eagle(head: EagleHead, context: np.ndarray, num_prompt: int, path: list
 
 def test_folders_that_do_not_fit_are_refused(tmp_path):
     loaded = prepare_model(copy.deepcopy(MODEL))
-    with pytest.raises(ModelError, match=r"has no drafter\.json: train one into it"):
+    with pytest.raises(ModelError, match=r"has no drafter\.json: train a head"):
         TrainedHead(tmp_path, loaded)
-    with pytest.raises(ModelError, match="was trained for another, but the model is unnamed: train one"):
+    with pytest.raises(ModelError, match="was trained for another, but the model is unnamed: train a head"):
         TrainedHead(written_head(tmp_path / "other", "eagle", "another"), loaded)
     folder = written_head(tmp_path / "cut", "medusa")
     save_file({"blocks.0.weight": torch.zeros(2, 2)}, folder / WEIGHTS_NAME)

@@ -145,11 +145,11 @@ def test_new_items_are_listed_by_the_codes_of_the_most_alike(world, capfd):
     """Vectors are those of the published run of texts."""
     folder, _ = world
     alone = recommend(capfd, world, SECOND_DATE)
-    assert "0 have codes like those" in alone.stderr
+    assert "0 get the codes of the most similar item" in alone.stderr
     items = publish_vectors(folder)
     done = recommend(capfd, world, SECOND_DATE, "--force", num_items=len(items))
     assert done.returncode == 0, done.stderr
-    counts = re.search(r"(\d+) items came since the recommender was trained: (\d+) have", done.stderr)
+    counts = re.search(r"no codes for (\d+) items: (\d+) get", done.stderr)
     assert counts[1] == counts[2] != "0"
     known = pq.read_table(folder / "codes.parquet")["item_id"].to_pylist()
     assert {item for listed in lists_of(done).values() for item in listed} - set(known)
@@ -255,9 +255,9 @@ def test_lists_of_somebody_who_is_forgotten_go(world, capfd):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": None}, "names no model"),
+        ({"model": None}, "model is not set"),
         ({"model": "nowhere"}, "nowhere holds no recommender"),
-        ({"num_items": 100}, "recommending.num_items 100 is more than the"),
+        ({"num_items": 100}, "recommending.num_items is 100, but only"),
     ],
 )
 def test_what_cannot_be_recommended_from_is_said(options, message, world, capfd):

@@ -197,11 +197,11 @@ def test_what_does_not_fit_is_refused(world, tmp_path):
         load_recommender(tmp_path / "other").require_drafts_for(target)
     with pytest.raises(ModelError, match="holds no recommender"):
         load_recommender(tmp_path)
-    with pytest.raises(ConfigError, match="3 users with two items or more are too few"):
+    with pytest.raises(ConfigError, match="3 users with two or more items that have codes are too few"):
         train_recommender(items, [*histories[:3], histories[3][:1]], tmp_path / "few")
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "notes.txt").touch()
-    with pytest.raises(ConfigError, match="holds other things than a recommender"):
+    with pytest.raises(ConfigError, match="has files that do not belong to a recommender"):
         train_recommender(items, histories, tmp_path / "texts")
 
 
@@ -299,5 +299,5 @@ def test_recommenders_are_trained_and_asked_on_a_device(kind, world, tmp_path, a
 
 
 def test_the_check_of_doctor_names_the_option_of_a_model_that_is_not_set():
-    with pytest.raises(ConfigError, match=r"extensions\.recommending names no model"):
+    with pytest.raises(ConfigError, match=r"extensions\.recommending\.model is not set"):
         RECOMMENDING.check(RecommendingSettings())

@@ -194,7 +194,7 @@ def test_a_killed_training_goes_on_to_the_same_bytes(texts, trained, tmp_path, m
 
 
 def test_too_few_texts_are_refused(texts, tmp_path):
-    with pytest.raises(ConfigError, match="5 texts are too few to train a drafter on, at least 20"):
+    with pytest.raises(ConfigError, match="5 texts are too few to train a drafter on; expected at least 20"):
         train_drafter("medusa", SAMPLE_MODEL, texts[:5], tmp_path)
 
 

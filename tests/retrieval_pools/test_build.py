@@ -83,7 +83,7 @@ def test_bad_texts_are_named(tmp_path, texts, message):
 
 def test_a_group_that_is_no_text_is_named(tmp_path):
     rows = [PoolText(np.array([1]), group) for group in ("a", "a", None, 5)]
-    assert_is_refused(rows, tmp_path, "text 2 has the group None; expected a text")
+    assert_is_refused(rows, tmp_path, "text 2 has the group None; expected a string")
 
 
 def assert_is_refused(rows, tmp_path, message):

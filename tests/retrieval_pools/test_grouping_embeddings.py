@@ -90,11 +90,11 @@ def test_a_number_too_large_for_float32_is_not_finite(tmp_path):
         ({"user_id": ["u0"], "embedding": [[1.0]]}, "has no column 'vector'; its columns are user_id, embedding"),
         ({"user_id": ["u0"], "vector": [1.0]}, "cannot be read"),
         ({"user_id": [None], "vector": [[1.0]]}, "is of type null; ids are strings or integers"),
-        ({"user_id": pa.array(["u0", None]), "vector": [[1.0], [1.0]]}, "has 1 nulls; every row needs an id"),
+        ({"user_id": pa.array(["u0", None]), "vector": [[1.0], [1.0]]}, "has 1 nulls; expected an id in every row"),
         ({"user_id": pa.array([2**63], pa.uint64()), "vector": [[1.0]]}, r"user_id: .*2\*\*63"),
         (
             {"user_id": [1], "vector": [[1.0]]},
-            "are int64, those of the users are large_string; give both the same type",
+            "are int64, but ids of the users are large_string; write both in one type",
         ),
     ],
 )

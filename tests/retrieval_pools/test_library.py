@@ -165,12 +165,12 @@ def test_what_cannot_be_is_refused(tmp_path):
     for start in (lambda: pools.start("b", [1, 2**32 + 1]), lambda: pools.accept("a", np.array([1, 2**32 + 1]))):
         with pytest.raises(ValueError, match="token id 1 of 2, from 0, is 4294967297; expected an int32"):
             start()
-    with pytest.raises(ValueError, match="the group is 5; expected the text"):
+    with pytest.raises(ValueError, match="the group is 5; expected the string"):
         pools.start("b", [1], group=5)
     for call in (lambda: pools.draft(["b"]), lambda: pools.accept("b", [1]), lambda: pools.finish("b")):
         with pytest.raises(KeyError):
             call()
-    with pytest.raises(PoolError, match="without a router"):
+    with pytest.raises(PoolError, match="has no router"):
         pools.route({"user_id": "u"})
     with pytest.raises(PoolError, match="no pools in"):
         open_pool(tmp_path, "user")

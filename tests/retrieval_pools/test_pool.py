@@ -115,7 +115,7 @@ def test_arrays_that_are_no_index_of_texts_are_found_by_verifying(folder, name, 
     np.save(path, array)
     manifest["arrays"][name]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(PoolError, match=r"texts are not those that its manifest counts.*pools rebuild"):
+    with pytest.raises(PoolError, match=r"texts do not fit its manifest.*pools rebuild"):
         Pool.open(folder, verify=True)
 
 

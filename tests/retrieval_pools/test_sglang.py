@@ -156,7 +156,7 @@ def test_another_sglang_is_left_as_it_is_with_a_warning(monkeypatch, caplog, alg
         sglang.register()
     sglang.register.cache_clear()
     (message,) = [record.getMessage() for record in caplog.records]
-    assert "LASERBATCH is not available: this SGLang takes none as 0.5.23 does" in message
+    assert "LASERBATCH is not available: this SGLang cannot add algorithms as 0.5.23 can" in message
 
 
 IN_SGLANG = """

@@ -216,7 +216,7 @@ def test_pointer_to_nothing_says_what_to_do(tmp_path):
     store = PoolStore(tmp_path)
     publish(store, "v1")
     (tmp_path / "CURRENT").write_text("v9\n")
-    with pytest.raises(PoolError, match=r"names the pools 'v9', which are not there; there are: v1.*pools use VERSION"):
+    with pytest.raises(PoolError, match=r"names the pools 'v9', which do not exist; there are: v1.*pools use VERSION"):
         store.current_version()
 
 

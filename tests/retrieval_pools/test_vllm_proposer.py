@@ -178,7 +178,7 @@ def test_costs_of_batches_between_those_measured_lie_between_them(world):
 def test_a_step_cost_that_is_none_is_refused_by_its_key(world, steps, sentence):
     costs = [dict(zip(("batch_size", "num_tokens", "seconds"), step_values, strict=True)) for step_values in steps]
     (world / "cost.json").write_text(json.dumps({"steps": costs}))
-    with pytest.raises(PoolError, match=rf"cost.json is no step cost \(.*{sentence}.*measure one"):
+    with pytest.raises(PoolError, match=rf"cost.json is not a step cost \(.*{sentence}.*measures one"):
         read_step_cost(world / "cost.json")
 
 
@@ -201,9 +201,9 @@ def test_what_is_missing_or_of_another_tokenizer_is_said_before_anything_loads(w
     write_settings(world, version="v2")
     for change, sentence in (
         ({"version": "v2"}, "there are no pools 'v2'"),
-        ({"side": "item"}, "none of the side 'item'"),
+        ({"side": "item"}, "no pool of the side 'item'"),
         ({"routes": "gone.parquet"}, "route table .* cannot be read"),
-        ({"step_cost": "gone.json"}, "no step cost .* measure one"),
+        ({"step_cost": "gone.json"}, "not a step cost .* measures one"),
         ({"pool": "pools"}, "does not say what to draft from: 0.pool: Extra inputs"),
         ({"side": "users"}, r"0.side: .*'item' \(found users\)"),
         ({"min_acceptance": 5}, r"0.min_acceptance: .* equal to 1 \(found 5\)"),
