@@ -23,7 +23,7 @@ from tasks import Task
 
 
 class Writes:
-    """A system that takes so many seconds for each of a round's two prompts, and writes what it is told."""
+    """A system that takes a given time in seconds for each of a round's two prompts, and writes given texts."""
 
     def __init__(self, seconds, text, num_steps):
         warm_up, rounds = [1.0], [duration / 2 for duration in seconds for _ in range(2)]

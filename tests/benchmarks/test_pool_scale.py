@@ -32,7 +32,7 @@ def test_texts_are_read_as_they_were_written(tmp_path):
 
 
 def in_this_process(task: dict) -> dict:
-    """What `watched` returns, with no process and no memory watched."""
+    """The result of `watched`, without another process and without measuring memory."""
     task = dict(task)
     measure = {"build": measure_build, "drafts": measure_drafts}[task.pop("measure")]
     return measure(**task) | {"before_own_mb": 1.0, "peak_own_mb": 2.0, "peak_mb": 3.0}

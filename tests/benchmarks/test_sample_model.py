@@ -28,7 +28,7 @@ MAX_BYTES = 16_000_000
 
 @dataclass(frozen=True)
 class Written:
-    """What the model wrote about one entity, greedily."""
+    """The text that the model wrote greedily about one entity."""
 
     entity: Entity
     num_history: int  # events that the prompt shows
@@ -83,7 +83,7 @@ def items(world, engine) -> list[Written]:
 
 @pytest.fixture(scope="module")
 def profiles(world, engine) -> dict[str, list[Written]]:
-    """As RLMRec asks for them."""
+    """Profiles in the form that RLMRec asks for."""
     return {side: write(engine, list(iter_entities(world, side))[:NUM_PROFILES], "rlmrec") for side in ("user", "item")}
 
 

@@ -153,7 +153,7 @@ def test_known_geometries_have_the_sizes_that_their_names_promise():
 
 
 def num_parameters(sizes: Geometry) -> int:
-    """Of a Llama of these sizes, its embeddings not tied."""
+    """The number of parameters of a Llama of these sizes with untied embeddings."""
     heads, kv_heads = sizes.num_heads * sizes.head_size, sizes.num_kv_heads * sizes.head_size
     layer = sizes.hidden_size * (2 * heads + 2 * kv_heads + 3 * sizes.intermediate_size + 2)
     return sizes.num_layers * layer + sizes.hidden_size * (1 + 2 * sizes.vocab_size)

@@ -52,7 +52,7 @@ def test_numbers_fall_into_quantile_bins_of_the_trained():
 
 
 def test_whole_numbers_that_no_float_holds_exactly_are_numbers():
-    """As codes of articles and accounts are, which exporters write as integers."""
+    """Such as codes of articles and accounts that exporters write as integers."""
     assert fields_of({"account": pa.array([10**18 + 1, 5, 2**63 - 1])})["account"].codes.max() > NUM_RESERVED
 
 

@@ -79,7 +79,7 @@ def test_a_model_is_judged_and_asked_again_as_when_it_was_trained(
     if features == "own":
         assert "1 users have no features; they get a learned default" in capsys.readouterr().err
     again = evaluate_folder(tmp_path / "model", night, night.tables)
-    assert ("rows are of users without features in the run" in caplog.text) == (features == "own")
+    assert ("rows have users without features in the run" in caplog.text) == (features == "own")
     assert again == pytest.approx({name: metrics[name] for name in again}, abs=1e-6)
     data = build_dataset(world, AS_OF, SETTINGS)
     test = world.interactions.take(pa.array(data.test))  # the world's rows are in the order of the data's
@@ -274,5 +274,5 @@ def test_bad_input_is_named_and_leaves_nothing_half_trained(world, night, tmp_pa
     with pytest.raises(CtrError, match=r"model.json was changed or is damaged; .*train again into a new folder"):
         evaluate_folder(tmp_path / "model", night, night.tables)
     (tmp_path / "model" / "model.json").write_text("{}")
-    with pytest.raises(CtrError, match="or damaged"):
+    with pytest.raises(CtrError, match="or is damaged"):
         evaluate_folder(tmp_path / "model", night, night.tables)

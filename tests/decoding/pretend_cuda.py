@@ -29,11 +29,11 @@ READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal")
 
 
 class PretendError(AssertionError):
-    """What a GPU would refuse."""
+    """An operation that a GPU would refuse."""
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that says it is on the device; `held` is the CPU's that has its numbers."""
+    """A tensor that claims to be on the device; `held` is the CPU tensor with its numbers."""
 
     device, is_cuda, is_meta = DEVICE, True, False
 

@@ -33,7 +33,7 @@ class HeldLogits:
 
 
 def visible_keys(metadata: AttentionMetadata, sequence: int, window: int | None = None) -> torch.Tensor:
-    """Which of its sequence's slots each of its packed tokens sees: bool[num_new, num_committed + num_new]."""
+    """The slots of a sequence that each of its packed tokens attends to: bool[num_new, num_committed + num_new]."""
     committed, chain = int(metadata.num_committed[sequence]), int(metadata.num_chain[sequence])
     first, last = int(metadata.cu_seqlens_q[sequence]), int(metadata.cu_seqlens_q[sequence + 1])
     num_new, device = last - first, metadata.slots.device

@@ -49,7 +49,7 @@ GPT_OSS = {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "rop
 def masked_attention(
     query, keys, values, metadata: AttentionMetadata, scale, window=None, softcap=None, sinks=None, shape=None
 ):
-    """One masked product over all slots, that reads nothing on the host: it can be captured."""
+    """Attention as one masked product over all slots; it reads nothing on the host, so it can be captured."""
     num_heads, folded = query.shape[1], query.shape[1] // len(keys)
     tokens, places = (torch.arange(count, device=query.device) for count in (len(query), len(metadata.slots)))
     last = len(metadata.num_committed) - 1
@@ -350,7 +350,7 @@ def test_a_step_whose_memory_was_given_back_is_not_captured():
 
 
 class RefusesDeviceReads(TorchDispatchMode):
-    """What a CUDA graph cannot record: values read from the device, sizes that depend on them, values sent to it."""
+    """Refuses what a CUDA graph cannot record: values read from the device or sent to it, and sizes that depend on them."""
 
     REFUSED = ("_local_scalar_dense", "item", "nonzero", "masked_select", "_unique2", "is_nonzero", "lift_fresh")
 

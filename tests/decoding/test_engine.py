@@ -242,7 +242,7 @@ def test_a_part_of_a_prompt_that_is_not_finite_is_not_shared():
 
 
 class PoisonDrafter(Drafter):
-    """One token that nobody chooses, beside a guess and above one."""
+    """Drafts a token that no model chooses, next to a guess and above another one."""
 
     def draft(self, sequence) -> TokenTree:
         guess = int(sequence.context[-1])
@@ -268,7 +268,7 @@ def test_stream_closed_early_gives_its_rows_back():
 
 
 def test_streams_of_one_engine_may_take_turns():
-    """One is asked for its next text while another stands between its forward and its verification."""
+    """A stream is asked for its next text while another one is between its forward and its verification."""
     expected = plain_texts(MODEL, PROMPTS, 9)
     engine = tiny_engine(MODEL, batch_size=len(PROMPTS))
     engine.concurrency.current = 2

@@ -256,7 +256,7 @@ def test_a_grammar_that_does_not_compile_is_refused_with_its_place(engine):
 
 
 def test_free_text_is_not_closed_early(engine):
-    """Where closing tokens may be part of any text, nothing says that they end one: the limit cuts it."""
+    """If closing tokens may be part of any text, they do not end it: the limit cuts the text."""
     grammars = Grammars(engine.tokenizer, engine.vocab_size, engine.loaded.end_ids)
     endless = 'start: "x" /[^a]+/ "a"'
     assert grammars.guide(endless, 32)._shortest == -MARGIN

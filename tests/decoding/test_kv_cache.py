@@ -238,7 +238,7 @@ def test_growth_that_the_device_refuses_lowers_the_bound(monkeypatch, caplog):
 
 
 def slow_reserve(cache: KVCache, rows: list[int], counts: list[int]) -> list[int]:
-    """A row goes on behind its last slot, where that is free and no row before it does; the others begin new runs."""
+    """A row continues after its last slot if the next is free and no earlier row takes it; others begin new runs."""
     is_free, starts, slots = cache.free._is_free.copy(), [], []
     for row, count in zip(rows, counts, strict=True):
         start = cache.slots_of(row)[-1] + 1 if cache.lengths[row] else cache.capacity

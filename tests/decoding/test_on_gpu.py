@@ -41,7 +41,7 @@ WORST_ERROR = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 def relative_error(pack, **options) -> float:
-    """Of the kernel, against the slow version in float64 on the same numbers; NaN where it wrote one."""
+    """The kernel's error relative to the slow version in float64 on the same numbers; NaN if the kernel wrote a NaN."""
     from laserbatch.pipeline.decoding.attention.triton_attention import triton_attention
 
     scale = pack.query.shape[-1] ** -0.5

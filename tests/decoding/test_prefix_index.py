@@ -23,7 +23,7 @@ def ids(tokens: list[int]) -> np.ndarray:
 
 @given(st.lists(st.tuples(st.integers(0, 5), TEXTS)), st.lists(TEXTS, min_size=1))
 def test_the_most_alike_text_is_found_whatever_comes_and_goes(changes, queries):
-    """A text of a name that is there takes its place; an empty one goes."""
+    """A text with a known name replaces the earlier text of that name; an empty text removes it."""
     index, texts = PrefixIndex(), {}
     for name, tokens in changes:
         if not tokens and name in texts:

@@ -45,7 +45,7 @@ def engine_on_device(model, max_prefill_tokens: int | None = None, **settings) -
 
 
 def watch_steps(engine: Engine, cuda) -> list[tuple[int, bool]]:
-    """Of each step the engine takes from now on: how often it waits, and whether it replays a graph."""
+    """Record for each later step of the engine how often it waits, and whether it replays a graph."""
     steps, submit_step, finish_step = [], engine.submit_step, engine.finish_step
     before = []
 

@@ -48,7 +48,7 @@ def preemptions(engine) -> list[int]:
 
 
 def feeds_of(engine) -> list[list[tuple[int, int]]]:
-    """Of each forward to come: (row, tokens) of each feed."""
+    """The (row, tokens) of each feed of each later forward."""
     steps = []
     forward = engine.runner.forward
 

@@ -172,7 +172,7 @@ def test_kernels_compile_for_gpus_that_are_not_here(tmp_path):
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="memory that is never touched is free on a CPU alone")
 def test_heads_that_lie_more_than_2_31_numbers_apart():
-    """As those of a cache that fills a large GPU with few layers."""
+    """Such as heads of a cache that fills a large GPU with few layers."""
     pack = random_pack([(9, 1, 2)], 3, 3, dtype=torch.float16)
     stride = 1 << 30  # of a head: that of the third begins at 2^31
     far = []

@@ -47,7 +47,7 @@ def require_agreement_with_reference(forest, rule, seed, scale):
 
 
 def with_sources(forest: list[TokenTree], rng: np.random.Generator) -> list[TokenTree]:
-    """Of tokens that there are, each from a source by lot."""
+    """Make all token ids valid, and draw a random source for each."""
     return [
         replace(t, token_ids=np.abs(t.token_ids), source=rng.integers(1, NUM_SOURCES, len(t)).astype(np.uint8))
         for t in forest
@@ -106,7 +106,7 @@ def test_logits_that_are_not_finite_are_no_acceptance():
 
 
 def test_nothing_is_accepted_past_a_draft_that_is_not_finite():
-    """It is neither accepted itself: plain decoding would have written it, and then failed."""
+    """The draft itself is not accepted either: plain decoding would have written it, and then failed."""
     tree = TokenTree(*(np.array(values) for values in ([0, 1, 0], [-1, -1, 1], [0.0] * 3, [0] * 3)))
     row = [0.5, 0.3, 0.1, 0.04, 0.02, 0.02, 0.02]
     logits = peaked(row, row, row, row)

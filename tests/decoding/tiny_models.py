@@ -203,7 +203,7 @@ class OracleDrafter(Drafter):
 
 
 class PromptLookupDrafter(Drafter):
-    """What followed the last token where it appeared before."""
+    """Drafts the tokens that followed earlier occurrences of the last token."""
 
     def draft(self, sequence) -> TokenTree:
         context = sequence.context

@@ -86,14 +86,14 @@ def texts(run_dir: Path) -> dict[str, str]:
 
 @contextmanager
 def started_pool(spec, layout, max_attempts=2):
-    """A worker_pool that is dismissed in the end."""
+    """A worker_pool that is dismissed after the test."""
     worker_pool = actors.WorkerPool(spec, layout, max_attempts)
     yield worker_pool
     worker_pool.shutdown()
 
 
 def pids_of(worker_pool) -> dict:
-    """By actor the process that it lives in."""
+    """The process id of each actor."""
     return {actor: ray.get(actor.__ray_call__.remote(lambda self: os.getpid())) for actor in worker_pool.actors}
 
 

@@ -158,7 +158,7 @@ with cluster.ray_cluster(ClusterSettings(), Path(sys.argv[1]), worker_bytes=lamb
 
 
 class NightOnGpus(NamedTuple):
-    """A driver that holds its Ray, and what it has seen."""
+    """A driver with a local Ray, and the GPUs, process and folder that it reported."""
 
     driver: subprocess.Popen
     workspace: Path

@@ -33,7 +33,7 @@ FIXED = {"verifier": "greedy", "max_new_tokens": 24, "max_draft_tokens": 8, "min
 
 @pytest.fixture(scope="module")
 def plain():
-    """Of each prompt the tokens of plain decoding, and its text."""
+    """The tokens and the text of plain decoding for each prompt."""
     engine = Engine.from_pretrained("sample", DecodingSettings(max_new_tokens=24, max_draft_tokens=0))
     prompts = [encode_chat(engine.tokenizer, prompt, None, {"enable_thinking": False}) for prompt in PROMPTS]
     requests = (GenerationRequest(str(k), ids, max_new_tokens=24) for k, ids in enumerate(prompts))
@@ -113,7 +113,7 @@ def test_wrong_options_and_pools_of_another_tokenizer_are_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A local Ray without the processes that only look on, each of which loads for a second."""
+    """A local Ray without its monitoring processes, each of which takes a second to load."""
     with (
         mock.patch.multiple("laserbatch.pipeline.distributed.cluster", usable_cores=lambda: 2, num_gpus=lambda: 0),
         local_ray(),

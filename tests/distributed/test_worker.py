@@ -121,7 +121,7 @@ def recorded(forward, seen: list, feeds, trees):
 
 
 def test_a_shards_forwards_are_the_same_whatever_its_worker_wrote_before(tmp_path):
-    """So is rounding, and with it every near-tie."""
+    """Then rounding is the same too, and with it every near-tie."""
     write_sample_world(tmp_path / "tables", num_users=4, num_items=20)
     sizes = []
     for name, numbers in (("alone", [2]), ("last", [0, 1, 2])):

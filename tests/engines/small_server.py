@@ -20,7 +20,7 @@ WORDS = ["calm", "warm", "quiet", "bright", "gentle", "clever", "lively", "serio
 
 @dataclass
 class Fault:
-    """A wrong answer: its status and body, headers beside, seconds before it, or a connection that is cut in it."""
+    """A wrong answer: its status, body and headers, seconds to wait before it, or a connection that is cut."""
 
     status: int = 200
     body: Any = None
@@ -31,7 +31,7 @@ class Fault:
 
 @dataclass
 class SmallServer:
-    """What the server has seen, and how it answers; tests change it while it runs."""
+    """The requests that the server got, and how it answers; tests change it while it runs."""
 
     url: str = ""
     card: dict[str, Any] | None = field(default_factory=lambda: {"id": MODEL, "owned_by": "a test"})
@@ -66,7 +66,7 @@ class SmallServer:
         return self.change(response | ({"system_fingerprint": self.fingerprint} if self.fingerprint else {}))
 
     def answer_at_root(self, path: str, body: dict[str, Any]) -> Fault:
-        """What SGLang 0.5.23 answers at a path beside `/v1`; a token is a word here."""
+        """The answer of SGLang 0.5.23 at a path outside `/v1`; here a token is a word."""
         if self.info is None or not path.startswith(("/add_", "/remove_", "/list_", "/server_info")):
             return Fault(404, {"detail": "Not Found"})
         if path == "/server_info":

@@ -23,7 +23,7 @@ HUMAN = (
 
 
 def answers(folder, max_new_tokens: int = 24) -> list:
-    """What the engine answers plainly, and with drafts that hold all that the model writes."""
+    """The engine's answers without drafts, and with drafts that contain all that the model writes."""
     results = []
     for drafts in ({"drafters": (), "max_draft_tokens": 0}, {"max_draft_tokens": 8, "min_acceptance": 0.0}):
         decoding = DecodingSettings(model=str(folder), verifier="greedy", batch_size=2, **drafts)

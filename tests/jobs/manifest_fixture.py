@@ -157,7 +157,7 @@ def night_of(data: dict) -> SimpleNamespace:
 
 
 def figures_of(data: dict) -> SideFigures:
-    """What is said of a side, as a manifest holds it."""
+    """The figures of a side, as in a manifest."""
     return TypeAdapter(SideFigures).validate_python(data)
 
 
@@ -188,7 +188,7 @@ def features(side: str, num_rows: int) -> dict:
 
 
 def budget(counted: dict) -> dict:
-    """What a side was forecast to draft and to accept: a little less than it did."""
+    """A side's forecast of drafted and accepted tokens, a little below the results."""
     return {
         "max_draft_tokens": 32,
         "min_acceptance": 0.15,

@@ -69,7 +69,7 @@ def write_encoder(folder: Path, seed: int = 0) -> None:
 
 @cache
 def _small_encoder() -> tempfile.TemporaryDirectory:
-    """An encoder to be copied, in a folder that goes with this process."""
+    """An encoder to be copied, in a folder that is removed with this process."""
     folder = tempfile.TemporaryDirectory()
     write_encoder(Path(folder.name))
     return folder
@@ -130,7 +130,7 @@ def _loaded_once(files: tuple, *arguments):
 
 @dataclass(frozen=True)
 class Done:
-    """What a command left."""
+    """The result of a command."""
 
     returncode: int
     stdout: str

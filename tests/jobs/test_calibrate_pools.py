@@ -47,7 +47,7 @@ def first_night(tmp_path_factory):
 
 @pytest.fixture
 def after_first_night(first_night, tmp_path):
-    """A copy of that world, and what its first night built of items."""
+    """A copy of that world, and the pool of items that its first night built."""
     folder, built = first_night
     return shutil.copytree(folder, tmp_path / "world"), built
 

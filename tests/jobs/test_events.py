@@ -35,7 +35,7 @@ SAMPLE = re.compile(r'laserbatch_[a-z_]+(\{[a-z]+="([^"\\\n]|\\.)*"(,[a-z]+="([^
 
 
 class Night:
-    """As much of a night as tells of itself."""
+    """The parts of a night that its events need."""
 
     def __init__(self, root: Path) -> None:
         self.workspace, self.date = Workspace.open(root), datetime.date(2025, 3, 1)
@@ -119,7 +119,7 @@ def test_a_lock_that_a_dead_process_left_is_nobodys(night):
 
 
 def test_a_night_that_died_on_another_host_is_not_running(night, monkeypatch):
-    """As a pod's: the name of its host never comes again."""
+    """For example in a pod: its host name never comes back."""
     lock = night.workspace.root / "LOCK"
     with recorded(night.manifest):
         emit("stage_begin", stage="generate")
@@ -134,7 +134,7 @@ def test_a_night_that_died_on_another_host_is_not_running(night, monkeypatch):
 
 
 def test_a_lock_that_is_held_is_running_whoever_the_file_names(night):
-    """Of another host, of another container with this host's name, or of a writer that has not said who it is."""
+    """The file names another host, another container with this host's name, or nobody yet."""
     lock = night.workspace.root / "LOCK"
     with night.workspace.lock():
         for content in ("pid 1 on another-machine", f"pid {2**22 + 1} on {socket.gethostname()}", ""):

@@ -68,7 +68,7 @@ def planted(pending, worker_pool, *_):
 
 
 def first_planted_world() -> World:
-    """That of the fortnight, up to three days of March, and a planted user."""
+    """The world of the fortnight up to February, with a planted user, who also has events in March."""
     world = first_world()
     world.users[WHO] = {"mood": MOOD, "created_at": "2025-02-10"}
     world.events = [event for event in world.events if event[2] < "2025-03"]
@@ -301,7 +301,7 @@ def test_a_command_for_other_ids_finishes_the_pools_of_one_that_was_killed(folde
     ids=lambda command: " ".join(command[:2]),
 )
 def test_every_place_that_a_command_delivered_to_is_named(folder, capfd, monkeypatch, command):
-    """Also after the run whose events may tell of it is gone, and by a dry run."""
+    """Also after the run with its events is gone, and in a dry run."""
     monkeypatch.setattr(forgetting, "_rebuilt", lambda *_: False)
     config, first = folder / "laserbatch.yaml", RunFolder(min((folder / "workspace" / "runs").glob("2025-03-01-*")))
     settings = yaml.safe_load(config.read_text())

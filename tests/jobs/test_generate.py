@@ -324,7 +324,7 @@ def test_a_budget_spreads_a_new_way_to_ask_over_nights_until_everybody_was_asked
 
 
 def test_each_side_has_what_the_other_leaves_of_a_budget(world, write, tmp_path):
-    """As many texts fit the night as are due, most of them of users or most of items."""
+    """The budget just suffices for all due texts, most of which are of users or of items."""
     for number, side in enumerate(SIDES):
         template = yaml.safe_load((PACKAGE_ROOT / "configs" / "prompts" / f"kar_{side}.yaml").read_text())
         (tmp_path / f"other_{side}.yaml").write_text(yaml.safe_dump(template | {"name": f"other_{side}"}))

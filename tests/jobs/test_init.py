@@ -143,7 +143,7 @@ def test_items_are_known_by_their_values(tmp_path, capsys, case):
 
 
 def test_ids_that_are_integers_here_and_strings_there_get_a_mapping_that_imports(tmp_path, capsys):
-    """As MovieLens is often repacked: the columns are those of the schema, the types are not."""
+    """MovieLens is often repacked so: the columns are those of the schema, but the types differ."""
     log = {"user_id": [7, 8], "item_id": [2, 1], "timestamp": [881_250_949, 881_250_950], "rating": [3, 5]}
     items = {"item_id": ["1", "2"], "title": ["Heat", "Ran"], "genres": ["Action Drama", "Drama War"]}
     write_exports(tmp_path / "exports", users={"user_id": ["7", "8"]}, items=items, interactions=log)

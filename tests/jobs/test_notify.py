@@ -109,7 +109,7 @@ def test_a_night_that_sigterm_ends_sends_that(server, before):
 
 
 def test_commands_send_what_ends_them(server, tmp_path, capfd, monkeypatch):
-    """Also what ends them before a run begins. A dry run is no night."""
+    """They also send errors that end them before a run begins. A dry run is not a night."""
     config = str(write_config(tmp_path))
     for command in (("nightly", "--date"), ("backfill", "--to", "2025-03-01", "--from")):
         done = run_here(capfd, *command, "2025-03-01", "--config", config, "--notify-url", server.url())

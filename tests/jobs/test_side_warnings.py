@@ -17,7 +17,7 @@ def manifest() -> dict:
 
 
 def with_forecast(side_data: dict, share: float) -> dict:
-    """A side that accepted so much of what was forecast."""
+    """A side that accepted the given share of its forecast."""
     side_data = copy.deepcopy(side_data)
     stats = side_data["stats"]
     side_data["budget"]["forecast"]["tokens_per_step"] = 1 + stats["num_accepted"] / stats["num_steps"] / share

@@ -95,7 +95,7 @@ def test_nothing_to_write_takes_no_time():
 
 
 class Night:
-    """As much of a night as `status` reads."""
+    """The parts of a night that `status` reads."""
 
     def __init__(self, root: Path) -> None:
         self.workspace = Workspace.open(root)

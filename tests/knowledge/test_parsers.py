@@ -14,7 +14,7 @@ PROFILE, INTERESTS, FACTS = map(load_template, ("rlmrec_user", "once_user", "tra
 
 
 def test_an_answer_of_numbers_alone_is_no_answer():
-    """A small model that is held to a form may fill it with nothing."""
+    """A small model that must keep a form may fill it with numbers only."""
     for parser, text in (
         (USER, "1. Genre: 1\n2. Theme: 2 / 10"),
         (FACTS, f"{FACTS.factors[0]}: 7\n{FACTS.factors[1]}: -"),
@@ -26,7 +26,7 @@ def test_an_answer_of_numbers_alone_is_no_answer():
 
 
 def test_an_answer_that_says_the_same_of_everything_is_no_answer():
-    """As a small model does that is held to a form: it says of no aspect what sets it apart."""
+    """A small model that must keep a form may write the same text for every aspect."""
     unknown = "\n".join(f"{name}: unknown" for name in FACTS.factors[:3])
     for template, text in ((USER, "1. Genre: The\n2. Theme: the.\n3. Style: The"), (FACTS, unknown)):
         with pytest.raises(RowError, match=r"loops: all 3 fields say"):

@@ -76,7 +76,7 @@ def test_a_value_cannot_start_a_line_of_its_own():
 
 
 def test_a_column_s_name_is_shown_in_one_line():
-    """As the header of a spreadsheet's column may be of several."""
+    """The header of a spreadsheet's column may have several lines."""
     item = HistoryEvent("i", "Heat", {"in\nstock": True}, 4.0)
     text = text_of(render_prompt(USER, Entity("user", 1, {"Price\n (EUR)": 3}, (item,)), TOKENIZER, 10_000))
     assert "- Price (EUR): 3\n" in text and "- Heat | in stock: yes | 4\n" in text

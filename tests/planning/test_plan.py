@@ -87,7 +87,7 @@ def plan(rows, run_dir, previous=None, force=False, shard_size=4, isolate_ids=No
 
 
 def previous_folder(table, run_dir):
-    """Where an earlier run keeps them, in files of a few rows."""
+    """The folder of an earlier run's records, in files of a few rows."""
     folder = run_dir.parent / f"before-{run_dir.name}"
     for start in range(0, table.num_rows, 2):
         write_parquet(table.slice(start, 2), folder / f"{start:05d}.parquet")
@@ -249,7 +249,7 @@ def test_files_whose_records_all_stay_are_shared_and_the_others_brought_together
         runs[0].shards("user").write(f"{number:05d}", records(dict.fromkeys(ids, NOW)))
 
     def files_of(run: RunFolder, ids: str, earlier: RunFolder) -> dict[str, list[str]]:
-        """What the carried-over files hold, each a finished shard."""
+        """The contents of the carried-over files, each of which is a finished shard."""
         assert plan(users(ids), run.root, earlier.knowledge_folder("user")).num_carried_over == len(ids)
         files = sorted(run.knowledge_folder("user").glob("*.parquet"))
         assert {file.stem for file in files} == set(run.shards("user").finished())

@@ -39,7 +39,7 @@ def card_of(kind: str, target: str = "unnamed") -> DrafterCard:
 
 
 def written_head(folder, kind: str, target: str = "unnamed"):
-    """A head with random weights that say something, in a folder."""
+    """Write a head with random weights that differ from zero; returns its folder."""
     torch.manual_seed(3)
     head = new_head(card_of(kind), HIDDEN)
     with torch.no_grad():
@@ -81,7 +81,7 @@ def test_greedy_texts_are_plain_ones(kind, tmp_path):
 
 
 class Asked:
-    """A draft model that another one answers for, and what it was asked about."""
+    """A draft model that delegates to another one and records what it was asked."""
 
     def __init__(self, model) -> None:
         self._model, self.answers, self._drafting = model, [], []

@@ -170,7 +170,7 @@ def had_by_users(path) -> dict:
 
 
 def test_what_somebody_has_had_is_listed_again_only_where_it_may_be(world, capfd):
-    """Of three users one has had all items, one all but two, one all but five."""
+    """One of three users has had all items, one all but two, and one all but five."""
     folder, trained = world
     (folder / "tables").unlink()
     shutil.copytree(trained / "tables", folder / "tables")
@@ -232,7 +232,7 @@ def test_rays_workers_go_on_with_what_a_killed_run_finished(world, capfd, monkey
 
 
 def test_lists_of_somebody_who_is_forgotten_go(world, capfd):
-    """Where they were delivered to as well."""
+    """They also disappear from the place of delivery."""
     folder, _ = world
     there = folder / "bucket"
     there.mkdir()

@@ -90,7 +90,7 @@ def test_a_wrong_rule_is_caught(rule, shape):
 
 
 def test_chosen_tokens_beside_drawn_ones_keep_the_distribution():
-    """Those of a pool, say: they count as drawn from a distribution that has them alone."""
+    """For example a pool's tokens: they count as drawn from a distribution with only this token."""
     drawn = drafted(Chains(2, 1), 1)
     blended, arrays = drawn.proposals, []
     for tree in drawn:

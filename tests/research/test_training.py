@@ -36,7 +36,7 @@ KINDS = ("medusa", "eagle", "hass", "small")
 
 @pytest.fixture(scope="module")
 def texts() -> list[TrainingText]:
-    """What the bundled model writes about a few prompts."""
+    """The texts that the bundled model writes for a few prompts."""
     tokenizer = AutoTokenizer.from_pretrained(SAMPLE_MODEL)
     titles = ("red", "blue", "old", "new", "small", "wide", "cold", "late")
     prompts = [

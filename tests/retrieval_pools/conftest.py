@@ -9,7 +9,7 @@ SMALL_DISK_BYTES = 1 << 20
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A folder that is a file system of one MiB of its own."""
+    """A folder on a separate file system of one MiB."""
     folder = tmp_path / "small"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK_BYTES}", "none", str(folder)]

@@ -48,7 +48,7 @@ class ReferenceText:
 
 
 class Place(NamedTuple):
-    """Where a next token stands, `text[at]`, and how much that counts."""
+    """The place of a next token, `text[at]`, and its weight."""
 
     text: Tokens
     at: int
@@ -364,7 +364,7 @@ def _weight(settings: DraftSettings, of_text: str, group: str | None, known_grou
 
 
 def own_level(source: int, text: Tokens, context: Tokens, escape: float, settings: DraftSettings) -> list[Level]:
-    """Where the longest end of the context stands in an own text: the latest places, or no level."""
+    """The latest places of the context's longest suffix in the sequence's own text, or no level."""
     matches = []
     for at in range(1, len(text)):
         length = 0

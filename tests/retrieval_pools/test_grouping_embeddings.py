@@ -89,7 +89,7 @@ def test_a_number_too_large_for_float32_is_not_finite(tmp_path):
         ({"id": ["u0"], "vector": [[1.0]]}, "has no column 'user_id'; its columns are id, vector"),
         ({"user_id": ["u0"], "embedding": [[1.0]]}, "has no column 'vector'; its columns are user_id, embedding"),
         ({"user_id": ["u0"], "vector": [1.0]}, "cannot be read"),
-        ({"user_id": [None], "vector": [[1.0]]}, "is of type null; ids are strings or integers"),
+        ({"user_id": [None], "vector": [[1.0]]}, "is of type null; expected strings or integers"),
         ({"user_id": pa.array(["u0", None]), "vector": [[1.0], [1.0]]}, "has 1 nulls; expected an id in every row"),
         ({"user_id": pa.array([2**63], pa.uint64()), "vector": [[1.0]]}, r"user_id: .*2\*\*63"),
         (
