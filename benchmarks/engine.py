@@ -212,7 +212,7 @@ def scale_on(device: str, arguments: argparse.Namespace) -> Scale:
         raise SystemExit(f"no batch size {min(unknown)} on {device}; there are {there}")
     if arguments.peer:
         if len(batches) != 1:
-            raise SystemExit("--peer is loaded for one batch size: give one with --batch")
+            raise SystemExit("--peer is loaded for only one batch size: give one with --batch")
         only = {batches[0]: (*SWEPT, arguments.peer)}
         scale = replace(scale, systems=SWEPT, fixed_budgets=(), fixed_at={}, only_at=only)
     return replace(scale, batches=batches)

@@ -157,14 +157,14 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     if unknown:
         parser.error(f"no phase {', '.join(sorted(unknown))}")
     if not (options.model / "config.json").is_file():
-        parser.error(f"--model {options.model} is no model; set LASERBATCH_TEST_MODELS")
+        parser.error(f"--model {options.model} is not a model folder; set LASERBATCH_TEST_MODELS")
     if {"a", "a-short"} & set(options.phases) and not options.smoke:
         if not (options.data / "reki" / "knowledge.parquet").is_file():
             parser.error(f"--data {options.data} has no reki/knowledge.parquet; set LASERBATCH_TEST_DATA")
         for name, folder in (("MODELS", options.model.parent), ("DATA", options.data)):
             variable = os.environ.get(f"LASERBATCH_TEST_{name}")
             if variable is None or Path(variable).resolve() != folder.resolve():
-                parser.error(f"LASERBATCH_TEST_{name} must be {folder}: the tests look there")
+                parser.error(f"LASERBATCH_TEST_{name} must be {folder}: the tests read that folder")
     if {"drafts", "f", "p", "f-more"} & set(options.phases):
         if options.texts is None or not (options.texts / "reki.parquet").is_file():
             parser.error("--texts needs the folder that pool_texts.py wrote (reki.parquet)")

@@ -87,7 +87,7 @@ def measure(run: Run, items: Sequence[str], start_s: float = START_S) -> None:
             was_careful = True
             again, _, _ = measure_once(run, [crashed], mode.careful, start_s)
             if again is None:
-                run.say(f"{crashed} is right without graphs: later steps run without them")
+                run.say(f"{crashed} is correct without graphs: later steps run without them")
                 without_graphs = True
                 continue
         if rung < len(LADDER) - 1:

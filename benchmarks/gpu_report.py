@@ -238,7 +238,7 @@ def main() -> None:
     arguments = parser.parse_args()
     runs = [Rows(path).read() for path in arguments.rows]
     if len({size_of(rows) for rows in runs} - {None}) > 1:
-        parser.error("the runs are of models of different sizes; give those of one size alone")
+        parser.error("the runs are of models of different sizes; give only runs of one size")
     last = newest(runs)
     print(report(last))
     figures = list(figures_of(last))

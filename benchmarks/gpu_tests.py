@@ -130,7 +130,7 @@ def choose_blocks(run: Run, red: Sequence[str]) -> None:
         run.variables[BLOCKS] = json.dumps(changes)
         results = run_tests(run, f"red-cases-{'-'.join(changes)}", red, limit_s)
         if results and all(outcome == "PASSED" for outcome in results.values()):
-            run.say(f"the kernel is right with {changes}: later phases use them")
+            run.say(f"the kernel is correct with {changes}: later phases use them")
             return
     run.variables.pop(BLOCKS, None)
     run.attention = "torch"

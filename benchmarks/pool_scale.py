@@ -176,7 +176,7 @@ def require_same_files(first: Path, other: Path) -> None:
     """Raise unless two builds wrote the same bytes; otherwise their times could not be compared."""
     manifests = [json.loads((folder / "manifest.json").read_text(encoding="utf-8")) for folder in (first, other)]
     if manifests[0] != manifests[1]:
-        raise RuntimeError(f"{first.name} and {other.name} differ; expected the same files")
+        raise RuntimeError(f"{first.name} and {other.name} have different files; expected equal ones")
 
 
 def figures_of(rows: Sequence[dict]) -> list[Figure]:

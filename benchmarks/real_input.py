@@ -47,7 +47,7 @@ def laserbatch(*words: object) -> None:
     """Run one command; its progress goes to standard error, and the benchmark ends if it fails."""
     done = subprocess.run([*CLI, *map(str, words)], stdout=subprocess.DEVNULL)
     if done.returncode:
-        raise SystemExit(f"laserbatch {words[0]} ended with {done.returncode}; its message stands above")
+        raise SystemExit(f"laserbatch {words[0]} ended with {done.returncode}; its message is above")
 
 
 def night(config: Path, workspace: Path, date: datetime.date) -> dict:

@@ -53,7 +53,7 @@ def laserbatch(*words: object) -> str:
     command = [str(Path(sys.executable).with_name("laserbatch")), *map(str, words)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        raise SystemExit(f"laserbatch {words[0]} ended with {done.returncode}; its message stands above")
+        raise SystemExit(f"laserbatch {words[0]} ended with {done.returncode}; its message is above")
     return done.stdout
 
 

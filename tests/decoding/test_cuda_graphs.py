@@ -350,7 +350,7 @@ def test_a_step_whose_memory_was_given_back_is_not_captured():
 
 
 class RefusesDeviceReads(TorchDispatchMode):
-    """Refuses what a CUDA graph cannot record: values read from the device or sent to it, and sizes that depend on them."""
+    """Refuses what no CUDA graph records: values read from or sent to the device, and sizes that depend on them."""
 
     REFUSED = ("_local_scalar_dense", "item", "nonzero", "masked_select", "_unique2", "is_nonzero", "lift_fresh")
 

@@ -215,7 +215,7 @@ def test_the_attributes_that_are_named_for_a_side_decide_its_groups(side):
         (("shop", _users(), _interactions()), "the side is 'shop'"),
         (("item", _users(), _interactions()), "entities has no column 'item_id'; its columns are user_id, taste, age"),
         (("user", _users(), _interactions().select(["item_id"])), "interactions has no column 'user_id'"),
-        (("user", _users(), _interactions(pa.int64())), "ids of interactions are int64, but ids of entities are large_"),
+        (("user", _users(), _interactions(pa.int64())), "ids of interactions are int64, but ids of entities are"),
         (("user", pa.table({"user_id": [1.5]}), _interactions()), "entities.user_id is of type double"),
         (("user", pa.table({"user_id": ["a", None]}), _interactions()), "entities.user_id has 1 nulls"),
         (("user", _users(), _interactions(), RoutingSettings(user_attributes=("taste", "tast"))), "attribute 'tast'"),
