@@ -92,7 +92,7 @@ def assert_is_refused(rows, tmp_path, message):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(("limit", "message"), [("MAX_GROUPS", "at most 3 groups"), ("MAX_POSITIONS", "at most 3 tokens")])
+@pytest.mark.parametrize(("limit", "message"), [("MAX_GROUPS", "most 3 groups"), ("MAX_POSITIONS", "most 3 tokens")])
 def test_more_than_a_pool_holds_is_refused(tmp_path, monkeypatch, limit, message):
     monkeypatch.setattr(f"laserbatch.retrieval_pools.index.texts.{limit}", 3)
     rows = [PoolText(np.array([0], np.int32), group) for group in "abcd"]
