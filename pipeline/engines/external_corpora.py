@@ -85,7 +85,7 @@ async def _room(client: EndpointClient, corpus_id: str) -> int | None:
     sizes = listed if isinstance(listed, dict) else {}
     others = [size for name, size in sizes.items() if name != corpus_id and isinstance(size, int)]
     if len(others) >= budget:  # SGLang divides the budget evenly, and drafts from no corpus where this gives 0
-        raise CorpusError(f"the server has {len(others)} other corpora, and {BUDGET} {budget} leaves room for no more")
+        raise CorpusError(f"the server has {len(others)} other corpora, and {BUDGET} is {budget}: no room is left")
     return max(0, max_tokens - sum(others))
 
 

@@ -66,7 +66,7 @@ def test_histories_are_cut_from_the_oldest_side_to_the_budget(num_events, budget
 
 
 def test_too_long_without_history_is_a_row_error():
-    with pytest.raises(RowError, match=r"too-long: the prompt has .* limit is 5"):
+    with pytest.raises(RowError, match=r"too-long: the prompt has .* limit \(knowledge\.max_prompt_tokens\) is 5"):
         render_prompt(USER, make_user(3), TOKENIZER, 5)
 
 

@@ -215,7 +215,7 @@ CASES = [
     Case("ids are fractions", table("users", user_id=[1.0, 2.0, float("nan")]), ("users.user_id", "double",
          "a string or an integer")),
     Case("ids differ in type between tables", table("interactions", item_id=[2, 2, 1]), ("interactions.item_id",
-         "int64", "string in items", "`ids`")),
+         "int64", "items.item_id is of type string", "`ids`")),
     Case("most interactions are of nobody", table("interactions", user_id=["u2", "u9", "u8"]), ("interactions.user_id",
          "row 1", "users has no such user_id", "'u9'")),
     Case("a time is null", table("interactions", timestamp=[DAY_S, None, DAY_S]), ("interactions.timestamp", "row 1",
