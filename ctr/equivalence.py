@@ -14,6 +14,7 @@ import numpy as np
 from scipy.special import ndtr, stdtrit
 from scipy.stats import rankdata
 
+from laserbatch.ctr.metrics import MIN_ROWS_OF_A_SUBSET
 from laserbatch.pipeline.storage.figures import CtrVerdict
 
 ALL_MODELS = "all"
@@ -63,7 +64,9 @@ def compare_paired(
     """A verdict for each model, and for "all" models together, weighted by their inverse variance.
 
     A verdict is "equivalent", "worse", "better" (than the reference, by more than `margin`) or "undecided", by the
-    mean difference's interval over new users and seeds, which a single seed lacks. `num_rows` counts the test rows.
+    mean difference's interval over new users and seeds. A single seed has no interval, and neither have fewer than
+    `MIN_ROWS_OF_A_SUBSET` test rows, whose AUC has so few values that all seeds may agree by chance. `num_rows` counts
+    the test rows.
     """
     groups = {model: [of_model] for model, of_model in pairs.items()}
     if pairs:
@@ -123,7 +126,7 @@ def _weights(pairs: list[PairedAuc]) -> np.ndarray:
 def _judged(pairs: list[PairedAuc], weights: np.ndarray, num_rows: int, margin: float, confidence: float) -> CtrVerdict:
     mean = float(sum(weight * of_model.differences.mean() for of_model, weight in zip(pairs, weights, strict=True)))
     num_pairs, num_seeds = sum(len(of_model.differences) for of_model in pairs), len(pairs[0].differences)
-    if num_seeds < 2:
+    if num_seeds < 2 or num_rows < MIN_ROWS_OF_A_SUBSET:
         return CtrVerdict(num_pairs, mean, None, None, margin, confidence, "undecided")
     spread = _spread(pairs, weights)
     half_width = spread.quantile(confidence) * math.sqrt(spread.variance())

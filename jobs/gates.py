@@ -189,7 +189,9 @@ def _auc(figures: CtrFigures) -> GateFigures:
     """The AUC gate, from the comparison with plain texts of this run, or of an earlier run that can be judged."""
     verdict = figures.equivalence.get("all")
     if verdict is None or verdict.high is None:
-        return GateFigures("AUC", reason=figures.skipped or "not compared with plain texts with several seeds")
+        return GateFigures(
+            "AUC", reason=figures.skipped or "no interval against plain texts (too few seeds or test rows)"
+        )
     note = "" if figures.judged_run_id is None else f"measured on {age_of_judged(figures)}"
     return GateFigures("AUC", value=verdict.high, limit=-verdict.margin, reason=note)
 

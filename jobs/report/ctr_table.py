@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from laserbatch.ctr.metrics import MIN_ROWS_OF_A_SUBSET
 from laserbatch.jobs.formatting import MISSING, count, counted, decimal, percent, rate
 from laserbatch.jobs.gates import age_of_judged
 from laserbatch.jobs.report.audit import audit_row
@@ -16,6 +17,7 @@ from laserbatch.pipeline.storage.figures import CtrFigures, CtrScores, CtrVerdic
 VARIANTS = ("none", "plain")  # any other variant is the run's own knowledge, named after its verifier
 ALL_MODELS = "all"
 POWER_ENOUGH = 0.8
+NO_INTERVAL = f"One seed, or fewer than {MIN_ROWS_OF_A_SUBSET} test rows, give no interval"
 WORDS = {"equivalent": "as good", "undecided": "?"}  # shorter or clearer words for verdicts
 THOUSANDTHS = 1000  # the lift per hour is small and is shown in thousandths of AUC
 
@@ -115,7 +117,7 @@ def _how_judged(compared: Mapping[str, CtrVerdict]) -> str:
 def _power(judged: CtrVerdict) -> str:
     """The power of this comparison, and the number of seeds or test rows that would give enough power."""
     if judged.power is None:
-        return "One seed gives no interval: raise ctr.num_seeds."
+        return f"{NO_INTERVAL}: raise ctr.num_seeds, or use an earlier date."
     sentence = f"If the texts are equally good, {percent(judged.power)} of such comparisons find them “as good”"
     ways = []
     if judged.seeds_needed is not None:
@@ -194,7 +196,7 @@ def _caption(comparison: Mapping[str, Any]) -> str:
         f"(“as good”: within ±{decimal(judged['margin'], 4)}; “?”: undecided).",
     ]
     if judged["low"] is None:
-        lines.append("One seed gives no interval: use more (--seeds, ctr.num_seeds).")
+        lines.append(f"{NO_INTERVAL}: use more (--seeds, ctr.num_seeds), an earlier date or more users.")
     lines.append(
         "Per million: seconds of the whole cluster for a million new texts, with users and items as in the run, "
         + ("by wall time" if any(variant["priced_by"] == "wall time" for variant in comparison["variants"]) else

@@ -124,8 +124,8 @@ def iter_column(path: Path, table: str, column: str) -> Iterator[pa.Array]:
 def iter_rows(path: Path, table: str, columns: str) -> Iterator[pa.RecordBatch]:
     """The rows of a Parquet file, or of a folder that is read like that of a table.
 
-    Raises TableError if a file, which it names, cannot be read or has other columns than the first; or if there are no
-    rows, with the expected `columns`.
+    All rows have their columns in the order of the first file. Raises TableError if a file, which it names, cannot be
+    read or has other columns than the first; or if there are no rows, with the expected `columns`.
     """
     parts = [TablePart(path, table, {})] if path.is_file() else []
     if path.is_dir():
@@ -138,13 +138,15 @@ def iter_rows(path: Path, table: str, columns: str) -> Iterator[pa.RecordBatch]:
         with naming_file(table, part.path), part.open() as opened:
             num_rows += opened.metadata.num_rows
             first = first or opened.schema_arrow
-            if not opened.schema_arrow.equals(first):
+            fields, expected = ({of.name: of for of in schema} for schema in (opened.schema_arrow, first))
+            if fields != expected:
                 own, other = (", ".join(f"{of.name} {of.type}" for of in it) for it in (opened.schema_arrow, first))
                 raise TableError(
-                    f"{part.path} has the columns {own}, but {parts[0].path.name} next to it has {other}. Write the "
-                    "files of a folder with the same columns."
+                    f"{part.path} has the columns {own}, but {parts[0].path} has {other}. Write the files of a folder "
+                    "with the same columns."
                 )
-            yield from opened.iter_batches()
+            in_order = opened.schema_arrow.names == first.names
+            yield from (rows if in_order else rows.select(first.names) for rows in opened.iter_batches())
     if not num_rows:
         reason = "has no Parquet file with rows" if path.exists() else "is not there"
         raise TableError(f"{path} {reason}; expected a Parquet file, or a folder of Parquet files, with {columns}")

@@ -106,6 +106,15 @@ def test_verdicts(options, margin, verdict):
     assert (result.low is None) == (result.high is None) == (options.get("num_seeds") == 1)
 
 
+def test_a_handful_of_rows_whose_seeds_agree_by_chance_has_no_verdict():
+    """Both seeds differ by 0.25 and the users cancel each other: the estimated variance is zero."""
+    labels, users = np.tile([1, 1, 0, 0], 2), np.repeat([0, 1], 4)
+    reference = np.tile([4, 2, 3, 1], (2, 2))
+    candidate = np.tile([4, 3, 2, 1], (2, 2))
+    (result,) = {*compare_paired({"DIN": pair(labels, users, candidate, reference)}, len(labels)).values()}
+    assert (result.mean_difference, result.verdict, result.high) == (0.25, "undecided", None)
+
+
 def test_advice_says_what_would_have_been_enough():
     """With so many seeds, or so many rows, the power is as wanted; with fewer it is not."""
     labels, users, candidate, reference = trainings(noise=0.6)

@@ -94,7 +94,7 @@ def test_the_budget_is_chosen_by_steps_behind_prompts_as_long_as_those_of_the_fi
     for _ in "twice":
         write({"prompt": prompts})
     assert seen == [cost.at_context(len(plain[0][0]) + 12)]
-    assert "drafting is off (drafts do not repay their cost" in caplog.text and "max_draft_tokens 8 is only a limit" in caplog.text
+    assert "drafting is off (drafts do not repay" in caplog.text and "max_draft_tokens 8 is only a limit" in caplog.text
 
 
 def test_wrong_options_and_pools_of_another_tokenizer_are_refused(tmp_path):

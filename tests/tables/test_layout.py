@@ -230,6 +230,13 @@ def test_rows_of_a_log_are_read_as_those_of_a_table(tmp_path):
     write(EVENTS, tmp_path / "log" / "date=2025-03-01" / "x.parquet")
     (batch,) = iter_rows(tmp_path / "log", "interactions", "timestamp")
     assert batch.schema.names == [*EVENTS.column_names, "date"] and batch.num_rows == 3
+    other = EVENTS.select(EVENTS.column_names[::-1])  # a night reads such files too
+    write(other, tmp_path / "log" / "date=2025-03-02" / "x.parquet")
+    rows = pa.Table.from_batches(iter_rows(tmp_path / "log", "interactions", "timestamp"))
+    assert rows.drop_columns("date").equals(pa.concat_tables([EVENTS, EVENTS]))
+    write(other.drop_columns("item_id"), tmp_path / "log" / "date=2025-03-03" / "x.parquet")
+    with pytest.raises(TableError, match=r"03/x.parquet has the columns .*date=2025-03-01/x.parquet has user_id"):
+        list(iter_rows(tmp_path / "log", "interactions", "timestamp"))
     (tmp_path / "empty").mkdir()
     for path, reason in ((tmp_path / "gone.parquet", "is not there"), (tmp_path / "empty", "has no Parquet file with")):
         with pytest.raises(TableError, match=f"{path.name} {reason}.*expected a Parquet file.* with timestamp"):
