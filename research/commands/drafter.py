@@ -53,11 +53,12 @@ def train(
             "set decoding.model to a folder with the merged model"
         )
     card = train_on_runs(open_run(settings, run), kind, out, num_texts, epochs)
-    named = f"models: [{out}]" if kind == "small" else f"head: {out}"
+    place = out.resolve()  # a configuration's paths are relative to its own folder
+    named = f"models: [{place}]" if kind == "small" else f"head: {place}"
     drafters = ", ".join((*TEXT_SOURCES, "trained"))
     use = f"drafters: [{drafters}], drafter_options: {{trained: {{{named}}}}}"
     if kind == "medusa2":
-        use = f"adapter: {out / ADAPTER_NAME}, {use}"
+        use = f"adapter: {place / ADAPTER_NAME}, {use}"
     result: dict[str, Any] = {
         "folder": str(out),
         "num_texts": card.num_texts,
