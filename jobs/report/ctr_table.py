@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from laserbatch.ctr.metrics import MIN_ROWS_OF_A_SUBSET
 from laserbatch.jobs.formatting import MISSING, count, counted, decimal, percent, rate
 from laserbatch.jobs.gates import age_of_judged
 from laserbatch.jobs.report.audit import audit_row
@@ -17,7 +16,7 @@ from laserbatch.pipeline.storage.figures import CtrFigures, CtrScores, CtrVerdic
 VARIANTS = ("none", "plain")  # any other variant is the run's own knowledge, named after its verifier
 ALL_MODELS = "all"
 POWER_ENOUGH = 0.8
-NO_INTERVAL = f"One seed, or fewer than {MIN_ROWS_OF_A_SUBSET} test rows, give no interval"
+NO_INTERVAL = "One seed, or too few test rows, give no interval"
 WORDS = {"equivalent": "as good", "undecided": "?"}  # shorter or clearer words for verdicts
 THOUSANDTHS = 1000  # the lift per hour is small and is shown in thousandths of AUC
 

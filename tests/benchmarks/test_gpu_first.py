@@ -330,7 +330,7 @@ def test_a_missing_folder_is_an_error_and_not_a_skipped_phase(tmp_path, capsys, 
     monkeypatch.delenv("LASERBATCH_TEST_MODELS", raising=False)
     arguments = ["--out", str(tmp_path), "--model", str(SAMPLE_MODEL)]
     for words, reason in (
-        (["--out", str(tmp_path), "--model", str(tmp_path)], "is no model"),
+        (["--out", str(tmp_path), "--model", str(tmp_path)], "is not a model folder"),
         ([*arguments, "--phases", "a", "--data", str(tmp_path)], "no reki/knowledge.parquet"),
         ([*arguments, "--phases", "f"], "pool_texts.py"),
         ([*arguments, "--phases", "x"], "no phase x"),

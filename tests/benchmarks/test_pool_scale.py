@@ -87,7 +87,7 @@ def test_builds_that_differ_end_the_command(tmp_path):
     for name, manifest in (("one", "{}"), ("other", '{"a": 1}')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").write_text(manifest)
-    with pytest.raises(RuntimeError, match="one and other differ"):
+    with pytest.raises(RuntimeError, match="one and other have different files"):
         require_same_files(tmp_path / "one", tmp_path / "other")
 
 

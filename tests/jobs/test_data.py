@@ -73,7 +73,7 @@ def test_nothing_but_tables_is_ever_replaced(run, tmp_path, exports):
         assert "which is being imported" in str(run(*arguments, out).exception)
     (tmp_path / "link").symlink_to(exports)
     assert "which is being imported" in str(run(*arguments, tmp_path / "link").exception)
-    assert "holds items.csv, log.csv, mapping.yaml" in str(run("sample", exports, "--overwrite").exception)
+    assert "has items.csv, log.csv, mapping.yaml" in str(run("sample", exports, "--overwrite").exception)
     (tmp_path / "link").unlink()
     assert sorted(tmp_path.rglob("*")) == before
 

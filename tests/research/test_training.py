@@ -200,7 +200,7 @@ def test_too_few_texts_are_refused(texts, tmp_path):
 
 def test_a_folder_of_other_files_is_refused_before_a_run_is_read(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="holds other things than a drafter"):
+    with pytest.raises(ConfigError, match="has files that do not belong to a drafter"):
         train_on_runs(None, "small", tmp_path, 40, 1)
 
 
