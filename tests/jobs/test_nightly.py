@@ -151,7 +151,7 @@ def test_a_wheel_holds_every_file_and_leaves_others_packages_alone(installed, tw
     command = [installed / "python", "-c", code]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=installed, env={}).stdout.split()
     assert printed[:2] == ["somebody"] * 2 and Path(printed[2]).is_relative_to(installed.parent)
-    manifest = runs(two_nights)[0].load_manifest()
+    manifest = runs(two_nights)[-1].load_manifest()
     assert manifest.status == "success" and manifest.generation.workers.num_workers >= 1
 
 

@@ -216,7 +216,7 @@ def test_what_is_missing_or_of_another_tokenizer_is_said_before_anything_loads(w
         ProposerSettings.read()
     write_settings(world)
     (world / "model" / "tokenizer.json").write_text("{ }")
-    with pytest.raises(PoolError, match=r"was built with the tokenizer \w{12} \(model .*\); expected \w{12}, because its"):
+    with pytest.raises(PoolError, match=r"was built with the tokenizer \w{12} \(model .*\); expected \w{12}, because"):
         proposer(world)
     (world / "drafts.json").unlink()
     with pytest.raises(PoolError, match="does not say what to draft from"):
