@@ -59,10 +59,11 @@ def labels_of(interactions: pa.Table, words: Mapping[str, str]) -> Labels:
 
 
 class Histories:
-    """Interactions by user row, without those of unknown users and items; a user's are in order of time.
+    """Interactions by user row, without those of unknown users and items; the events of a user are in order of time.
 
-    `starts`, int64[num_users + 1]: the place of each user's first event. `items`, int32[n]: the rows of the item table,
-    by place. `columns`: what the given functions return for slices of the log, by place.
+    `starts`, int64[num_users + 1]: place of each user's first event. `items`, int32[n]: the row of each event's item
+    in the table of items, by place. `columns`: further arrays by place; each is given as a function that returns its
+    values for a slice of the log.
     """
 
     def __init__(self, tables: Tables, columns: Mapping[str, Callable[[slice], np.ndarray]] | None = None) -> None:

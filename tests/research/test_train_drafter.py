@@ -53,3 +53,11 @@ def test_a_folder_with_other_files_is_not_written_to(first, capfd, tmp_path):
     train = ("drafter", "train", "small", "--out", str(tmp_path), "--config", str(first.config))
     refused = run_here(capfd, *train)
     assert refused.returncode == 3 and "thesis.txt" in refused.stderr
+
+
+def test_the_advice_names_the_folder_wherever_the_configuration_is(first, capfd, monkeypatch, tmp_path):
+    card = SimpleNamespace(num_texts=1, num_held_back=1, training_seconds=1.0, acceptance=(0.5,), tokens_per_step=1.0)
+    monkeypatch.setattr(train_on_runs, "train_on_runs", lambda *_: card)
+    monkeypatch.chdir(tmp_path)
+    done = run_here(capfd, "drafter", "train", "small", "--out", "mine", "--config", str(first.config))
+    assert done.returncode == 0 and f"models: [{tmp_path / 'mine'}]" in done.stderr
