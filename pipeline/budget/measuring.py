@@ -38,9 +38,9 @@ from laserbatch.retrieval_pools.step_cost import MIN_SHARE, DraftCost, StepCost,
 PROMPT_TOKENS, LONG_PROMPT_TOKENS = 64, 320  # prompts of timed steps, and of texts whose drafting is timed
 LONG_CONTEXT_TOKENS = 832  # prompts whose steps show the cost of context; at 320 noise was as large as a draft's cost
 NUM_CONTEXT_STEPS = 4  # steps after prompts of each of the two lengths
-NUM_CONTEXT_TEXTS = 8  # texts of such a step on a CPU, where a text's context takes as long whatever the others
+NUM_CONTEXT_TEXTS = 4  # texts of such a step on a CPU, where a text's context takes as long whatever the others
 NEW_TOKENS = 256  # length of each text; drafts deeper than the rest of it are cut, and not timed
-MIN_ROUNDS, MAX_ROUNDS = 2, 15  # a round takes two steps of every size, and times the second
+MIN_ROUNDS, MAX_ROUNDS = 2, 15  # a round times a step of every size
 MAX_SLOWDOWN = 6  # a size is left out if its step takes longer than this many plain ones: no draft is worth it
 MIN_SIZES = 4  # the number of smallest tree sizes that are always timed
 MAX_SECONDS = 10.0  # after them only the largest batch size begins
@@ -231,7 +231,7 @@ class _TimedSteps(Drafter):
             pass
 
     def take_rounds(self) -> None:
-        """Time every size in each round, after a step of the same size; rounds after the first shuffle the order.
+        """Time every size in each round; rounds after the first shuffle the order.
 
         The first round ends at a size whose steps are too slow for any draft to pay: it and larger ones are left out.
         """
@@ -259,8 +259,12 @@ class _TimedSteps(Drafter):
         return is_slow and drafts.size > SIZE_KNOTS[MIN_SIZES - 1]
 
     def _timed(self, drafts: _Drafts) -> float | None:
-        """Seconds of the second of two steps; None if ends of texts cut them."""
-        tries = (self.take(drafts) and self.take(drafts) for _ in range(MAX_TRIES))
+        """Seconds of a step, on CUDA of the second of two; None if ends of texts cut it.
+
+        On a CPU the first of two steps takes as long as the second.
+        """
+        is_first_timed = self._engine.device.type != "cuda"
+        tries = ((is_first_timed or self.take(drafts)) and self.take(drafts) for _ in range(MAX_TRIES))
         return next(filter(None, tries), None)
 
     def take(self, drafts: _Drafts) -> float | None:
