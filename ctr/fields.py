@@ -54,7 +54,7 @@ class Encoder:
         num_codes = NUM_RESERVED + len(self.vocabulary)
         column = column.cast(pa.string()) if pt.is_boolean(column.type) else column
         expected = pa.list_(self.vocabulary.type) if self.kind == "bag" else self.vocabulary.type
-        if column.type != expected:
+        if _plain(column.type) != expected:
             raise CtrError(f"column {self.name} is of type {column.type}; the model was trained with {expected}")
         if self.kind == "bag":
             return Field(self.name, _bag_codes(column, self.vocabulary), num_codes)
@@ -85,6 +85,13 @@ def fit_encoders(table: pa.Table, id_column: str, num_seen: np.ndarray, min_seen
     return encoders
 
 
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """The type of a vocabulary's values, or of lists of them: tables have large strings where text exceeds 2 GiB."""
+    if pt.is_list(kind):
+        return pa.list_(_plain(kind.value_type))
+    return pa.string() if pt.is_large_string(kind) else kind
+
+
 def _is_number(kind: pa.DataType) -> bool:
     return pt.is_integer(kind) or pt.is_floating(kind) or pt.is_decimal(kind)
 
@@ -95,11 +102,15 @@ def _fit(name: str, trained: pa.Array) -> Encoder | None:
         values = values[np.isfinite(values)]
         edges = np.unique(np.quantile(values, np.arange(1, NUM_BINS) / NUM_BINS)) if len(values) else np.zeros(0)
         return Encoder(name, "bins", edges=tuple(edges.tolist()))
-    if trained.type == pa.list_(pa.string()):
+    kind = _plain(trained.type)
+    if kind == pa.list_(pa.string()):
         return Encoder(name, "bag", _vocabulary(trained.flatten()))
-    if not (pt.is_boolean(trained.type) or pt.is_string(trained.type)):
+    if not (pt.is_boolean(kind) or pt.is_string(kind)):
         return None
-    vocabulary, num_values = _vocabulary(trained.cast(pa.string())), len(trained) - trained.null_count
+    vocabulary, num_values = (
+        _vocabulary(trained.cast(pa.string()) if pt.is_boolean(kind) else trained),
+        len(trained) - trained.null_count,
+    )
     if num_values >= MIN_ENTITIES_TO_JUDGE and len(vocabulary) > MAX_DISTINCT_SHARE * num_values:
         return None
     return Encoder(name, "category", vocabulary)
@@ -108,12 +119,13 @@ def _fit(name: str, trained: pa.Array) -> Encoder | None:
 def _vocabulary(values: pa.Array) -> pa.Array:
     """The distinct values, sorted, so that they do not depend on row order."""
     distinct = pc.unique(values.drop_null())
+    distinct = distinct.cast(_plain(distinct.type))
     return distinct.take(pc.sort_indices(distinct))
 
 
 def _codes(values: pa.Array, vocabulary: pa.Array) -> np.ndarray:
     """The code of each value, int32 (n,)."""
-    codes_or_null = pc.add(pc.index_in(values, vocabulary), pa.scalar(NUM_RESERVED, pa.int32()))
+    codes_or_null = pc.add(pc.index_in(values, vocabulary.cast(values.type)), pa.scalar(NUM_RESERVED, pa.int32()))
     codes = pc.if_else(pc.is_null(values), pa.scalar(ABSENT, pa.int32()), pc.fill_null(codes_or_null, UNKNOWN))
     return codes.to_numpy(zero_copy_only=False).astype(np.int32)
 

@@ -12,6 +12,7 @@ from llvmlite import ir
 from numba import njit, types
 
 from laserbatch.retrieval_pools.compiled import cached, fetch, intrinsic
+from laserbatch.retrieval_pools.errors import LaserbatchError
 
 ROWS_AT_ONCE = 1 << 20
 FEWER = 4  # the table holds the values, not the known ids, if there are at most 1 / FEWER as many values
@@ -73,7 +74,9 @@ class IdCodes:
         num_words = self._num_words + 2 * num_ids + num_bytes // 8
         num_ids, num_bytes = self._num + num_ids, self._num_bytes + num_bytes
         if num_bytes > MAX_BYTES:
-            raise pa.ArrowCapacityError(f"the distinct ids have more than {MAX_BYTES:,} bytes")
+            raise LaserbatchError(
+                f"the distinct ids of a column have more than {MAX_BYTES:,} bytes; write shorter ids, such as numbers"
+            )
         if 4 * num_ids > 3 * len(self._slots):
             slots = np.zeros(1 << (4 * num_ids // 3).bit_length(), np.uint64)
             _move(self._slots, slots)

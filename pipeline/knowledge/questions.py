@@ -105,9 +105,10 @@ class SideQuestions:
 
     @cached_property
     def _events(self) -> tuple[pa.Array, pa.Array]:
-        """The title, and the attributes or null, that a line of history shows of each item."""
-        titles, attributes = zip(*map(self._event_texts, _slices(self.tables.items)), strict=True)
-        return pa.concat_arrays(titles), pa.concat_arrays(attributes)
+        """The title, and the attributes or null, that a line of history shows of each item, large strings."""
+        parts = zip(*map(self._event_texts, _slices(self.tables.items)), strict=True)
+        titles, attributes = (pa.concat_arrays([text.cast(pa.large_string()) for text in texts]) for texts in parts)
+        return titles, attributes
 
     def _event_texts(self, items: pa.Table) -> tuple[pa.Array, pa.Array]:
         columns = self._history_lines
@@ -226,7 +227,8 @@ def _mapped(column: pa.ChunkedArray | pa.Array, show: Callable[[Any], str | None
     """The text of each value, made once for each distinct one; null if there is none."""
     values = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     if pt.is_list(values.type) and not pc.any(_is_undecided(values.flatten())).as_py():
-        joined = pc.binary_join(values, _BETWEEN_PARTS)  # so that lists, too, become text once for each distinct one
+        between = pa.scalar(_BETWEEN_PARTS, values.type.value_type)
+        joined = pc.binary_join(values, between)  # so that lists, too, become text once for each distinct one
         return _mapped(joined, lambda text: show(text.split(_BETWEEN_PARTS)))
     try:
         encoded = values.dictionary_encode()

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.tables.schema import ENTITY_TABLES, attribute_columns, plain_column
+from laserbatch.pipeline.tables.schema import ENTITY_TABLES, attribute_columns, is_text, plain_column
 
 MAX_VALUES = 10_000  # values of a column that are examined; if it has more, evenly spread ones
 MAX_CHARS = 2_000  # characters of a value that are examined
@@ -185,13 +185,19 @@ def personal_columns(entities: pa.Table, side: Side, columns: list[str]) -> dict
     """The columns of users or items that look like personal data or secrets, each with a phrase that says why."""
     personal = {}
     for name in columns:
-        column = plain_column(entities[name])
+        column = entities[name]
+        column = column if _is_large(column.type) else plain_column(column)
         if not pt.is_boolean(column.type):
             values = _some_values(column)
             looks_like = _by_name(name, side, column, values) or _by_values(name, side, values)
             if looks_like is not None:
                 personal[name] = looks_like
     return personal
+
+
+def _is_large(kind: pa.DataType) -> bool:
+    """Whether a column's text may have more than 2 GiB, which its plain type cannot hold."""
+    return pt.is_large_string(kind) or (pt.is_list(kind) and pt.is_large_string(kind.value_type))
 
 
 def plain_name(name: str) -> str:
@@ -280,7 +286,7 @@ def _is_card(value: str) -> bool:
 def _some_values(column: pa.ChunkedArray) -> list[str]:
     """At most `MAX_VALUES` values of a plain column as text, lists by their parts; none for times and other types."""
     column = pc.list_flatten(column) if pt.is_list(column.type) else column
-    if not (pt.is_string(column.type) or pt.is_integer(column.type) or pt.is_floating(column.type)):
+    if not (is_text(column.type) or pt.is_integer(column.type) or pt.is_floating(column.type)):
         return []
     column = column.drop_null()
     if len(column) > MAX_VALUES:

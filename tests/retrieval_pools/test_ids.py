@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laserbatch.retrieval_pools import ids as codes
+from laserbatch.retrieval_pools.errors import LaserbatchError
 from laserbatch.retrieval_pools.ids import IdCodes, rows_among
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -78,5 +79,5 @@ def test_more_bytes_of_ids_than_offsets_reach_are_refused(monkeypatch):
     monkeypatch.setattr(codes, "MAX_BYTES", 10)
     ids = IdCodes(pa.string())
     ids.add(pa.array(["12345"]))
-    with pytest.raises(pa.ArrowCapacityError, match="more than 10 bytes"):
+    with pytest.raises(LaserbatchError, match="more than 10 bytes; write shorter ids"):
         ids.add(pa.array(["123456"]))

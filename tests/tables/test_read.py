@@ -4,6 +4,7 @@ import datetime
 import hashlib
 from dataclasses import replace
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -12,8 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sound_world import DAY_1, DAY_1_S, replaced, sound_world, write_world
 
+from laserbatch.ctr.fields import fit_encoders
 from laserbatch.ctr.log import read_log
 from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.knowledge.questions import SideQuestions
+from laserbatch.pipeline.knowledge.templates import load_template
+from laserbatch.pipeline.sides import SIDES
+from laserbatch.pipeline.tables import part_columns
 from laserbatch.pipeline.tables.check import check_tables, require_sound
 from laserbatch.pipeline.tables.read import describe, find_exact_copies, read_tables
 from laserbatch.pipeline.tables.sampled import write_sample
@@ -110,6 +116,26 @@ def test_encodings_of_other_writers_are_read(tmp_path):
     assert tables.users.schema.field("nothing").type == pa.string()
     assert tables.users["a.b"].to_pylist() == [1, 2]
     assert tables.items.schema.field("item_id").type == pa.int64()
+
+
+def test_text_of_more_than_two_gib_is_read_as_large_strings_and_shown_alike(tmp_path, monkeypatch):
+    world, template = sound_world(), load_template("kar_item")
+    paths = pa.array([[f"{'long ' * 20}{number}"] for number in range(world["items"].num_rows)])
+    write_world(tmp_path, items=world["items"].append_column("path", paths))
+
+    def of_night():
+        tables = read_tables(tmp_path)
+        codes = fit_encoders(tables.items, "item_id", np.ones(tables.items.num_rows), 1)
+        fields = [encoder.encode(tables.items).codes.tolist() for encoder in codes]
+        questions = SideQuestions(tables, "item", template, "a-b-c-d")
+        return questions.fingerprints(0, tables.items.num_rows).to_pylist(), tables.personal, fields
+
+    narrow = of_night()
+    monkeypatch.setattr(part_columns, "MAX_BYTES", max(world[f"{side}s"][f"{side}_id"].nbytes for side in SIDES))
+    assert read_tables(tmp_path).items["path"].type == pa.list_(pa.large_string()) and of_night() == narrow
+    monkeypatch.setattr(part_columns, "MAX_BYTES", 4)
+    with pytest.raises(TableError, match=r"users\.user_id: the ids have .* expected at most 4; write shorter ids"):
+        read_tables(tmp_path)
 
 
 def test_a_folder_of_files_is_one_table_in_name_order(tmp_path):
