@@ -24,7 +24,7 @@ from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.gpus import gpu_name
 from laserbatch.pipeline.storage.manifest import RunManifest, RunOrigin, make_run_id, settings_hash
 from laserbatch.pipeline.storage.run_folder import RunFolder
-from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.pipeline.storage.workspace import MAX_REMEMBERED, Workspace
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,13 @@ def new_manifest(
             machine=machine,
         ),
     )
+
+
+def build_on(manifest: RunManifest, previous: RunFolder | None) -> None:
+    """Record the run that a new run is built on, and the runs that `previous` was built on."""
+    manifest.origin.previous_run_id = None if previous is None else previous.run_id
+    ancestors = [] if previous is None else [previous.run_id, *previous.ancestor_run_ids]
+    manifest.origin.ancestor_run_ids = ancestors[:MAX_REMEMBERED]
 
 
 @contextmanager

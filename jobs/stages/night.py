@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from laserbatch.jobs.console import say
 from laserbatch.jobs.settings import NOT_OF_OUTPUT, Settings
-from laserbatch.jobs.stages.attempt import new_manifest, newest_attempt
+from laserbatch.jobs.stages.attempt import build_on, new_manifest, newest_attempt
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, checked_inputs, needs_a_model, writable_folder
 from laserbatch.pipeline.decoding.model.folder import load_tokenizer, tokenizer_folder
 from laserbatch.pipeline.errors import ConfigError
@@ -188,7 +188,7 @@ def new_night(
     manifest = new_manifest(workspace, date, output, named, edition)
     run = workspace.run(manifest.run_id)
     previous = base_run or next(reversed(earlier_runs(workspace, run.run_id)), None)
-    manifest.origin.previous_run_id = previous.run_id if previous is not None else None
+    build_on(manifest, previous)
     for side in SIDES:
         template = settings.knowledge.template(side)
         manifest.origin.prompts[side] = PromptRef(template.framework, template.identity)

@@ -69,6 +69,7 @@ class RunOrigin:
     machine: dict[str, Any]
     force: bool = False
     previous_run_id: str | None = None
+    ancestor_run_ids: list[str] = field(default_factory=list)  # the previous run, the one before that, and so on
     extension: str | None = None  # the extension that made the run; None: a night
     inputs: dict[str, dict[str, Any]] = field(default_factory=dict)
     prompts: dict[Side, PromptRef] = field(default_factory=dict)

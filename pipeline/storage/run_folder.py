@@ -204,7 +204,16 @@ class RunFolder:
     @property
     def previous_run_id(self) -> str | None:
         """The run that this one was built on; also None if the manifest is missing or damaged."""
-        return unless_damaged(lambda: read_json(self.manifest_path), {}).get("previous_run_id")
+        return next(iter(self.ancestor_run_ids), None)
+
+    @property
+    def ancestor_run_ids(self) -> list[str]:
+        """The run that this one was built on, the run that that one was built on, and so on, also if they are removed.
+
+        Empty if the manifest is missing or damaged; only the first if an earlier version wrote the manifest.
+        """
+        manifest = unless_damaged(lambda: read_json(self.manifest_path), {})
+        return manifest.get("ancestor_run_ids") or list(filter(None, [manifest.get("previous_run_id")]))
 
     def iter_knowledge(self, side: Side, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """Yield columns of all knowledge of a side, in shard order, one batch in memory at a time."""

@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from laserbatch.pipeline.errors import WorkspaceError
@@ -11,7 +12,7 @@ from laserbatch.pipeline.storage.run_folder import FOLDER_NAME, RunFolder
 
 EXPERIMENTS = "experiments"  # folder of a workspace
 WORKSPACE_VERSION = 1
-MAX_REMEMBERED = 100  # earlier published runs that the pointer remembers
+MAX_REMEMBERED = 100  # earlier published runs that the pointer remembers, and ancestors that a manifest remembers
 _VERSION_TEXT = f'{{"format_version": {WORKSPACE_VERSION}}}'
 
 
@@ -183,7 +184,8 @@ class Publication:
     def not_built_on(self) -> set[str]:
         """Ids of runs that must not be built on: rolled-back runs, and runs built on these and never published.
 
-        A run whose manifest cannot be read counts as built on no run.
+        A removed run is known by the runs that were built on it. A run whose manifest cannot be read counts as built
+        on no run.
         """
         history = self._history
         excluded, published = set(history["rolled_back"]), {history["run_id"], *history["before"]}
@@ -191,9 +193,13 @@ class Publication:
             return excluded
         first_date = min(excluded)[:10]
         later = [run for run in self.workspace.runs() if run.date >= first_date and run.run_id not in published]
-        built_on = {run.run_id: run.previous_run_id for run in later}
-        while more := {run_id for run_id, previous in built_on.items() if previous in excluded} - excluded:
-            excluded |= more
+        chains = [[run.run_id, *takewhile(lambda other: other not in published, run.ancestor_run_ids)] for run in later]
+        num_before = 0
+        while len(excluded) > num_before:
+            num_before = len(excluded)
+            for chain in chains:
+                farthest = max((n for n, run_id in enumerate(chain) if run_id in excluded), default=0)
+                excluded.update(chain[:farthest])
         return excluded
 
     def roll_back(self) -> str:

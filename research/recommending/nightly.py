@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.settings import Settings
-from laserbatch.jobs.stages.attempt import new_manifest, newest_attempt, recorded, stage
+from laserbatch.jobs.stages.attempt import build_on, new_manifest, newest_attempt, recorded, stage
 from laserbatch.jobs.stages.inputs import sound_tables
 from laserbatch.jobs.stages.metrics import NightMetrics, night_metrics
 from laserbatch.jobs.stages.publishing import (
@@ -123,7 +123,7 @@ def _opened(
     recorded["recommender"] = lists.target.card.model_dump(mode="json")
     manifest = new_manifest(workspace, date, recorded, identity, attempt.edition)
     earlier = [run for run in workspace.finished_runs() if run.date <= str(date) and run.run_id != manifest.run_id]
-    manifest.origin.previous_run_id = earlier[-1].run_id if earlier else None
+    build_on(manifest, earlier[-1] if earlier else None)
     manifest.origin.force, manifest.origin.inputs, manifest.origin.extension = force, dict(inputs), NAME
     manifest.save()
     return manifest

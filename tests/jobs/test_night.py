@@ -193,6 +193,7 @@ def test_a_backfill_goes_from_each_night_to_the_next_and_publishes_its_last_when
     runs = [newest.workspace.run(row["run_id"]) for row in ended["nights"]]
     manifests = [run.load_manifest() for run in runs]
     assert [manifest.origin.previous_run_id for manifest in manifests] == [None, *(run.run_id for run in runs[:-1])]
+    assert manifests[-1].origin.ancestor_run_ids == [run.run_id for run in runs[-2::-1]]
     assert [manifest.generation.pools.version for manifest in manifests] == [None, *(run.run_id for run in runs[:-1])]
     assert other.run.run_id not in {run.run_id for run in runs}
     assert json.loads(run_here(capfd, *arguments, "--json", "--publish").stdout)["published"] == runs[-1].run_id

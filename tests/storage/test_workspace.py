@@ -1,5 +1,6 @@
 """The workspace: version, lock, published pointer."""
 
+import datetime
 import errno
 import os
 import re
@@ -10,7 +11,9 @@ import sys
 import threading
 
 import pytest
+from manifests import manifest_of
 
+from laserbatch.jobs.stages.attempt import build_on
 from laserbatch.pipeline.errors import WorkspaceBusy, WorkspaceError
 from laserbatch.pipeline.storage.atomic import read_json, remove_folder, write_json
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -238,6 +241,24 @@ def test_what_was_taken_back_and_what_was_built_on_it_unseen_is_not_built_on(wor
     assert [run.run_id for run in workspace.finished_runs()] == [first, beside, damaged]
     workspace.publication.publish(unseen)  # by name: somebody stands by it
     assert workspace.publication.not_built_on() == {bad}
+
+
+def test_a_run_built_on_a_removed_run_that_was_built_on_a_rolled_back_one_is_not_built_on(workspace):
+    first, bad, removed, built_on_it = (f"2025-03-0{day}-aaaaaaaa" for day in range(1, 5))
+    finish(workspace, first)
+    workspace.publication.publish(first)
+    finish(workspace, bad, first)
+    workspace.publication.publish(bad)
+    manifest = manifest_of(workspace.root, datetime.date(2025, 3, 4), {})
+    finish(workspace, removed, bad)
+    build_on(manifest, workspace.run(removed))
+    write_json(manifest.as_json(), workspace.run(built_on_it).manifest_path)
+    workspace.run(built_on_it).finish()
+    remove_folder(workspace.run(removed).root)
+    assert workspace.publication.not_built_on() == set()
+    workspace.publication.roll_back()
+    assert workspace.publication.not_built_on() == {bad, removed, built_on_it}  # pools of a removed run can be left
+    assert [run.run_id for run in workspace.finished_runs()] == [first]
 
 
 def test_a_run_that_is_rolled_back_while_its_folder_is_away_comes_back_rolled_back(workspace, tmp_path):
