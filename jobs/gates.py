@@ -172,6 +172,7 @@ def _audited(audit: AuditFigures | None) -> Iterator[GateFigures]:
             "added names": comparison.names.surely_worse,
         }
         yield from (GateFigures(gate, side, value) for gate, value in values.items())
+    yield from (GateFigures("audit", side, reason=reason) for side, reason in audit.skipped_sides.items())
 
 
 def badness(pair: AuditedText) -> float:

@@ -28,6 +28,7 @@ def audit_section(audit: AuditFigures | None) -> Section:
     else:
         rows = [{"Side": SIDE_LABELS[side]} | audit_row(asdict(figures), 1) for side, figures in audit.sides.items()]
         blocks.append(Table("Tonight's texts compared with plain texts of the same prompts", rows, ("Side",), CAPTION))
+        blocks += [Note(f"{SIDE_LABELS[side]}: {reason}") for side, reason in audit.skipped_sides.items()]
         cases = [_case(side, case) for side, figures in audit.sides.items() for case in figures.cases]
         blocks += cases
         if not cases:

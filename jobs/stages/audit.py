@@ -67,7 +67,14 @@ def audit_texts(night: Night, load_encoder: "Callable[[], TextEncoder]") -> Audi
         for side, sample in samples.items()
         if (figures := _audit(night, side, sample, encoder)) is not None
     }
-    return AuditFigures(reason if reason or sides else PLAIN_FAILED if samples else TOO_FEW, sides)
+    if not sides:
+        return AuditFigures(reason or (PLAIN_FAILED if samples else TOO_FEW))
+    others: dict[Side, str] = {
+        side: PLAIN_FAILED if side in samples else TOO_FEW
+        for side in night.manifest.generation.sides
+        if side not in sides
+    }
+    return AuditFigures(None, sides, others)
 
 
 def remove_audited_texts(night: Night) -> None:

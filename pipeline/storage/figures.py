@@ -346,6 +346,7 @@ class AuditFigures:
 
     skipped: str | None = None
     sides: dict[Side, SideAudit] = field(default_factory=dict)
+    skipped_sides: dict[Side, str] = field(default_factory=dict)  # why a side is not compared, if the other one is
 
 
 @dataclass(frozen=True)

@@ -185,6 +185,16 @@ def test_failed_plain_texts_are_not_called_too_few(lived):
     assert "each of its texts failed or was rejected" in gate_sentence(gate)
 
 
+def test_a_side_whose_plain_texts_all_failed_is_named_beside_the_other_side(lived, monkeypatch):
+    figures = {"user": lived[0].manifest.judgement.audit.sides["user"], "item": None}
+    monkeypatch.setattr(audit, "_audit", lambda night, side, *_: figures[side])
+    night = changed(lived[0], "night", compare_with_plain=True)
+    night.manifest.judgement.audit = audit.audit_texts(night, Encoder)
+    (gate,) = [gate for gate in _audited(night.manifest.judgement.audit) if gate.side == "item"]
+    assert gate_sentence(gate) == f"items: {audit.PLAIN_FAILED}"
+    assert f"Items: {audit.PLAIN_FAILED}" in render_page(night.manifest)
+
+
 def test_plain_texts_that_are_there_already_are_compared_however_few(lived, settings):
     night = changed(lived[0], "night", compare_with_plain=True)
     night.manifest.generation.plain = plain_baseline.generate_plain(night, NightWorkers(settings.cluster))
