@@ -7,7 +7,7 @@ from functools import cache
 from laserbatch.pipeline.knowledge.templates import CONFIGS, KnowledgeSettings, Words
 from laserbatch.pipeline.validation import Strict, read_yaml
 
-MIN_SHARE = 0.5  # share of items whose kinds or titles must match a domain
+MIN_SHARE = 0.5  # share of items whose kinds or titles must match a domain; a column that matches counts as much
 
 
 class Domain(Strict):
@@ -38,7 +38,7 @@ def domain_of(
     `kinds` and `titles` have an entry for each item. None if no domain matches.
     """
     values = {"kinds": kinds, "titles": titles}
-    return _named("names", names) or _most_like(values) or _named("columns", columns)
+    return _named("names", names) or _most_like(values, columns) or _named("columns", columns)
 
 
 def _named(pattern: str, present: Collection[str]) -> Domain | None:
@@ -49,15 +49,20 @@ def _named(pattern: str, present: Collection[str]) -> Domain | None:
     return None
 
 
-def _most_like(values: dict[str, Sequence[str]]) -> Domain | None:
-    """The domain that fits the values of most items; None if it fits less than half of them, or if two fit alike."""
+def _most_like(values: dict[str, Sequence[str]], columns: Collection[str]) -> Domain | None:
+    """The domain that fits the values of most items; None if it fits less than half of them, or if two fit alike.
+
+    Each column that matches counts as half of the items: books with an author can be of the genres of films.
+    """
     shares: list[tuple[float, Domain]] = []
     for domain in domains().values():
+        pattern = domain.columns or "(?!)"  # matches nothing
+        more = MIN_SHARE * sum(re.search(pattern, name, re.IGNORECASE) is not None for name in columns)
         for key, texts in values.items():
             regex = getattr(domain, key)
             if regex and texts:
                 share = sum(re.search(regex, text, re.IGNORECASE) is not None for text in texts) / len(texts)
-                shares.append((share, domain))
+                shares.append((share + more if share else 0.0, domain))
     shares.sort(key=lambda pair: -pair[0])
     if not shares or shares[0][0] < MIN_SHARE:
         return None

@@ -120,11 +120,18 @@ ITEMS = {
     "films": {"genres": ["Animation Children's Comedy", "Action Thriller", "Drama"], "year": ["1995", "1995", "1996"]},
     "films by their titles": {"title": ["Toy Story (1995)", "Heat (1995)", "Ran"]},
     "books": {"shelves": [["fiction", "fantasy"], ["poetry"], ["history", "biography"]]},
+    "books of the genres of films": {
+        "authors": ["A. Bee", "C. Dee", "E. Eff"],
+        "original_publication_year": [1960, 1925, 2008],
+        "average_rating": [4.25, 3.89, 4.34],
+        "genres": ["Romance|War", "Drama|Crime", "Romance|Action|Fantasy"],
+    },
     "songs": {"style": ["Rock", "hip-hop; rap", "Jazz"]},
     "jobs": {"terms": ["Full-time", "Part-time, remote", "Contract"]},
     "news": {"category": ["sports", "politics", "world"]},
     "games": {"tags": ["RPG|Indie", "Strategy|Single-player", "Shooter"]},
     "games by a column": {"platforms": ["PC", "PC", "Switch"], "price": [1.0, 2.0, 3.0]},
+    "news by an author": {"author": ["A. Bee", "C. Dee", "A. Bee"], "category": ["sports", "politics", "world"]},
     "none": {"kind": ["a", "b", "a"], "text": ["a drama of jazz and sports " * 9] * 3},
 }
 
