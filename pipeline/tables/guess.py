@@ -50,8 +50,10 @@ SOME_ID = r"[_ -](id|no|key|code|nr|nummer)$|(asin|sku|isbn|gtin|ean|uuid|guid)$
 CREATED = r"^(created|registered|signed_?up|angelegt|erstellt|registriert)([_ -](at|on|am))?$"
 SNIFFED_BYTES = 1 << 16
 PATH_SEPARATORS = (" > ", ">", "|", ";", "/")
-FREE_MARKS = (";", "/")  # also in sentences: a list of words has a word in several rows
-MAX_PART_CHARS = 40  # largest average length of the parts of a list of words; longer ones are sentences
+FREE_MARKS = (";", "/")  # also in notes: the parts of lists are short, and occur twice on average or more often
+MAX_SHARE_OF_PARTS = 0.5  # largest share of distinct parts among all parts of the distinct texts
+MAX_FREE_PART_CHARS = 20  # largest average length of these parts
+MAX_PART_CHARS = 40  # the same for other marks; longer parts are sentences
 NO_LIST = re.compile(r"://|&#?\w+;|^\s*[\[{]|^\d+/\d+|</")  # a URL, an HTML entity, JSON, a date or fraction, markup
 
 
@@ -263,7 +265,9 @@ def _add_entities(guessed: GuessedMapping, table: str, source: SourceTable, colu
         if separator_and_share := _separator(source.values(name)):
             separator, share = separator_and_share
             part["attributes"][key] = {"column": name, "separator": separator}
-            guessed.reasons[table, "attributes", key, "separator"] = f"guessed: in {share:.0%} of the values"
+            whole = f"{yaml_line(key)}: {yaml_line(name)}"
+            reason = f"guessed: in {share:.0%} of the values; if they are no lists, write `{whole}` instead"
+            guessed.reasons[table, "attributes", key, "separator"] = reason
     shown = {f"{table}.{name}" if name else f"a column of {table}": why for name, why in left_out.items()}
     guessed.notes.extend(f"{name} is left out of the mapping: {why}" for name, why in shown.items())
 
@@ -318,10 +322,12 @@ def _separator(values: list) -> tuple[str, float] | None:
         if num <= len(texts) / 2:
             continue
         parts = [part for text in {*texts} for part in map(str.strip, text.split(mark)) if part]
-        if mark in FREE_MARKS and len(set(parts)) == len(parts):
+        is_free = mark in FREE_MARKS
+        if is_free and len(set(parts)) > MAX_SHARE_OF_PARTS * len(parts):
             return None
         lengths = [len(part) for text in texts for part in text.split(mark)]
-        if sum(lengths) > MAX_PART_CHARS * len(lengths) or any(map(NO_LIST.search, texts)):
+        max_chars = MAX_FREE_PART_CHARS if is_free else MAX_PART_CHARS
+        if sum(lengths) > max_chars * len(lengths) or any(map(NO_LIST.search, texts)):
             return None
         return mark, num / len(texts)
     return None

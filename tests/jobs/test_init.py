@@ -422,15 +422,17 @@ def test_columns_named_like_those_of_the_schema_are_imported(tmp_path, ids):
 
 @pytest.mark.parametrize("name", ["angelegt", "erstellt_am", "Registriert", "created on"])
 def test_other_names_of_created_at_and_notes_with_a_semicolon_are_guessed(tmp_path, name):
-    notes = ["mag Oper; hasst Lärm", None, "mag Oper; hasst Lärm"]
+    notes = ["mag Oper; hasst Lärm", None, "mag Jazz; hasst Lärm"]
     users = {"user_id": [1, 2, 3], name: ["01.02.2024", "13.02.2024", None], "notiz": notes}
-    items = {"item_id": [1, 2], "title": ["A", "B"], "tags": ["a;b", "b;c"], "angelegt": ["von Anna", "von Ben"]}
+    items = {"item_id": [1, 2, 3], "title": ["A", "B", "C"], "tags": ["a;b", "b;c", "a;c"]}
+    items["angelegt"] = ["von Anna", "von Ben", "von Ida"]
     log = {"user_id": [1, 2], "item_id": [1, 1], "date": ["2025-01-02"] * 2}
     write_exports(tmp_path / "exports", users=users, items=items, log=log)
-    mapping = guess_mapping(read_sources(tmp_path / "exports")).mapping
+    mapping, comments = guessed_mapping(tmp_path / "exports")
     assert mapping["users"]["created_at"] == {"column": name, "unit": "%d.%m.%Y"}
     assert mapping["users"]["attributes"] == {"notiz": "notiz"} and "created_at" not in mapping["items"]
     assert mapping["items"]["attributes"] == {"tags": {"column": "tags", "separator": ";"}, "angelegt": "angelegt"}
+    assert "in 100% of the values; if they are no lists, write `tags: tags` instead" in comments
 
 
 def test_days_that_could_be_months_are_said(tmp_path):
