@@ -40,7 +40,7 @@ from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationR
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.engines.answers import Answers
 from laserbatch.pipeline.engines.engine import TextEngine
-from laserbatch.pipeline.errors import ModelError, first_line
+from laserbatch.pipeline.errors import ModelError, RowError, first_line
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import atomic_path
 from laserbatch.pipeline.storage.figures import ModelFigures
@@ -158,8 +158,10 @@ class VllmEngine(TextEngine):
             try:
                 self._begin(request)
                 texts[request.request_id] = _Text(request)
+            except RowError as error:
+                yield GenerationFailure(request.request_id, error.reason)
             except ValueError as error:
-                yield GenerationFailure(request.request_id, str(error))
+                yield GenerationFailure(request.request_id, f"refused: {first_line(error)}")
         num_drafted = self._num_drafted()
         while self._engine.has_unfinished_requests():
             for output in self._step():
@@ -169,14 +171,14 @@ class VllmEngine(TextEngine):
         yield from self._results(list(texts.values()), self._num_drafted() - num_drafted)
 
     def _begin(self, request: GenerationRequest) -> None:
-        """Hand a request to vLLM. Raises ValueError: it cannot be done; the message says why."""
+        """Hand a request to vLLM. Raises RowError: the prompt is too long; ValueError: vLLM refuses it."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         grammar = self._answers.unguided_thoughts(request).grammar
         room = self._max_context - len(request.prompt_ids)
         if room < 1:
-            raise ValueError(
+            raise RowError(
                 f"too-long: the prompt has {len(request.prompt_ids)} tokens; the model's context {self._max_context}"
             )
         sampling = SamplingParams(

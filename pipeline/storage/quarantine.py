@@ -1,5 +1,6 @@
 """Quarantine rows: entities for which no usable text could be written."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
@@ -7,6 +8,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from laserbatch.pipeline.sides import Side
+
+UNKNOWN = "unknown"  # the reason of a message that does not begin with one
 
 
 def quarantine_schema(entity_id_type: pa.DataType) -> pa.Schema:
@@ -39,13 +42,19 @@ class QuarantineRow:
     def of(
         cls, entity_id: str | int, side: Side, message: str, fingerprint: str | None = None, text: str | None = None
     ) -> "QuarantineRow":
-        """Make a row from the message of a `RowError`; the part before the first colon is the reason."""
-        return cls(entity_id, side, reason_of(message), message.partition(":")[2].strip(), fingerprint, text)
+        """Make a row from the message of a `RowError`, which begins with the reason and a colon."""
+        reason = reason_of(message)
+        detail = message if reason == UNKNOWN else message.partition(":")[2]
+        return cls(entity_id, side, reason, detail.strip(), fingerprint, text)
 
 
 def reason_of(message: str) -> str:
-    """The part of a message before its first colon, by which quarantined rows are counted."""
-    return message.partition(":")[0].strip() or "unknown"
+    """The word before a message's first colon, by which quarantined rows are counted; "unknown" if it is no word.
+
+    A sentence, as a plugin's error may be, can have numbers or names in it, so each row would be counted apart.
+    """
+    word = message.partition(":")[0].strip()
+    return word if re.fullmatch(r"[\w-]+", word) else UNKNOWN
 
 
 def quarantine_table(rows: Iterable[QuarantineRow], entity_id_type: pa.DataType) -> pa.Table:

@@ -1,6 +1,7 @@
 """What is kept of what a model writes: its own turn, whoever decodes it and whatever is drafted."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.engines.answers import Answers
 from laserbatch.pipeline.engines.own import OwnEngine
 from laserbatch.pipeline.engines.vllm import VllmEngine, _Text
+from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.chat_format import encode_chat
+from laserbatch.pipeline.storage.quarantine import reason_of
 from laserbatch.pipeline.storage.stats import DecodingStats
 
 ANSWER = ["A tense", " crime film", "."]
@@ -126,6 +129,17 @@ def test_what_vllm_wrote_is_cut_alike(tmp_path):
     for name in ("text", "finish_reason", "role_mark", "num_thought_tokens", "num_invented", "end_id"):
         assert getattr(result, name) == getattr(own, name), name
     assert result.text == "A tense crime film." and len(result.sources) == len(result.token_ids) == 3
+
+
+def test_a_prompt_that_vllm_refuses_is_counted_by_one_word(tmp_path, monkeypatch):
+    engine = VllmEngine.__new__(VllmEngine)
+    engine._engine = SimpleNamespace(has_unfinished_requests=lambda: False)
+    for name, value in {"_routes": tmp_path / "none" / "routes", "_num_drafted": 0, "_results": []}.items():
+        monkeypatch.setattr(engine, name, lambda *_, value=value: value)
+    errors = iter([ValueError("the prompt (length 900) is too long"), RowError("too-long: the prompt has 900 tokens")])
+    monkeypatch.setattr(engine, "_begin", lambda _: (_ for _ in ()).throw(next(errors)))
+    failures = engine.generate("user", [GenerationRequest(name, np.array([1], np.int32)) for name in "ab"], None)
+    assert [reason_of(failure.reason) for failure in failures] == ["refused", "too-long"]
 
 
 def test_an_end_token_that_is_configured_is_no_role_mark(tmp_path):

@@ -156,6 +156,8 @@ def test_a_reason_is_the_first_word_of_the_message():
     )
     assert QuarantineRow.of(7, "item", "crash").reason == "crash"
     assert QuarantineRow.of(7, "item", "").reason == "unknown"
+    sentence = "The prompt (length 900) is too long: 512 fit"  # other rows have other lengths
+    assert QuarantineRow.of(7, "item", sentence) == QuarantineRow(7, "item", "unknown", sentence)
 
 
 DATE = datetime.date(2025, 3, 1)
