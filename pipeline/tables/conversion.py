@@ -11,7 +11,14 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from laserbatch.pipeline.tables.findings import shown_value
-from laserbatch.pipeline.tables.schema import EARLIEST_S, LATEST_S, TIMESTAMP_TYPE, UNITS_PER_SECOND, plain_column
+from laserbatch.pipeline.tables.schema import (
+    EARLIEST_S,
+    LATEST_S,
+    TIMESTAMP_TYPE,
+    UNITS_PER_SECOND,
+    plain_column,
+    widened,
+)
 from laserbatch.pipeline.tables.schema import timestamps as known_times
 from laserbatch.pipeline.tables.times import ZONES_EXPECTED, parse_times
 
@@ -42,7 +49,7 @@ class ConversionFault(Exception):
 
 def to_type(column: pa.Array, kind: pa.DataType, expected: str | None = None) -> pa.Array:
     """The column as int64, float64, bool or string. Text to convert is trimmed. Raises ConversionFault for "12a"."""
-    column = plain_column(column)  # pandas writes a missing integer as NaN, which is null here
+    column = widened(plain_column(column), kind)  # pandas writes a missing integer as NaN, which is null here
     if column.type == kind:
         return column
     trimmed = pc.utf8_trim_whitespace(column) if column.type == pa.string() else column

@@ -20,7 +20,7 @@ from laserbatch.pipeline.tables.columns import blank, is_unnamed
 from laserbatch.pipeline.tables.conversion import FLOAT_ID, WHOLE_ID
 from laserbatch.pipeline.tables.database import query_record
 from laserbatch.pipeline.tables.layout import name_left_out, unnamed_files
-from laserbatch.pipeline.tables.schema import CREATED_AT, ID_COLUMNS
+from laserbatch.pipeline.tables.schema import CREATED_AT, ID_COLUMNS, widened
 from laserbatch.pipeline.tables.settings import (
     EntityMapping,
     ImportMapping,
@@ -303,7 +303,9 @@ def _alike(rows: pa.RecordBatch, file: Path, first: pa.Schema, first_file: Path,
     """The same rows. Raises TableError if they have other columns than the first rows, or values not of their types."""
     for column in dict.fromkeys([*first.names, *rows.schema.names]):
         try:
-            rows[column].cast(first.field(column).type)
+            values = widened(rows[column], first.field(column).type)
+            values.cast(first.field(column).type)
+            rows = rows.set_column(rows.schema.get_field_index(column), column, values)
         except (KeyError, pa.ArrowInvalid, pa.ArrowNotImplementedError):
             kinds = [schema.field(column).type if column in schema.names else "not" for schema in (rows.schema, first)]
             raise TableError(

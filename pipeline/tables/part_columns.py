@@ -15,7 +15,7 @@ from laserbatch.pipeline.tables.columns import ATTRIBUTE, CREATED, ID, IN_RANGE,
 from laserbatch.pipeline.tables.fetched import shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding, Findings, unreadable
 from laserbatch.pipeline.tables.parts import BATCH_ROWS, TablePart
-from laserbatch.pipeline.tables.schema import CREATED_AT, table_parts, time_scalar
+from laserbatch.pipeline.tables.schema import CREATED_AT, table_parts, time_scalar, widened
 from laserbatch.pipeline.tables.times import in_unit, require_units
 from laserbatch.retrieval_pools.mapped import MappedFiles
 
@@ -96,6 +96,8 @@ def read_column(parts: list[OpenPart], table: str, name: str) -> pa.ChunkedArray
                 require_times(table, part, name, read)
             values.append(pa.table({name: (role_of(table, name) or ATTRIBUTE).plain(read)}))
     with files_alike(table):
+        kind = pa.unify_schemas([part.schema for part in values], promote_options="permissive").field(name).type
+        values = [part.set_column(0, name, widened(part[name], kind)) for part in values]
         column = pa.concat_tables(values, promote_options="permissive")[name]
     # Only now: a column without any value in one file takes its type from the others.
     return column.cast(pa.string()) if pt.is_null(column.type) else column

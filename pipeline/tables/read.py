@@ -54,6 +54,7 @@ from laserbatch.pipeline.tables.schema import (
     table_parts,
     tables_folder,
     time_scalar,
+    widened,
 )
 from laserbatch.retrieval_pools.ids import rows_among
 from laserbatch.retrieval_pools.mapped import MappedFiles
@@ -234,7 +235,7 @@ def in_log(columns: dict[str, pa.Array], name: str, kind: pa.DataType) -> pa.Arr
     role = role_of("interactions", name)
     values = plain_column(columns[name]) if role is None or role is EVENT else role.plain(columns[name])
     with files_alike("interactions"):
-        return values.cast(kind)
+        return widened(values, kind).cast(kind)
 
 
 def describe(path: Path | str) -> dict[str, dict]:

@@ -162,6 +162,11 @@ def plain_column(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Arr
     return pc.if_else(pc.is_nan(column), pa.scalar(None, plain), column) if pt.is_floating(plain) else column
 
 
+def widened(column: pa.ChunkedArray | pa.Array, kind: pa.DataType) -> pa.ChunkedArray | pa.Array:
+    """The column; float32 as float64 if that is `kind`, by its shortest decimals: 11.36, not 11.359999656677246."""
+    return column.cast(pa.string()).cast(kind) if (column.type, kind) == (pa.float32(), pa.float64()) else column
+
+
 def plain_ids(column: pa.ChunkedArray) -> pa.ChunkedArray:
     return plain_column(column).cast(id_type(column.type))
 

@@ -403,6 +403,19 @@ def test_files_of_a_table_that_differ_are_named_with_the_column(tmp_path, source
             import_mapped(ImportMapping.model_validate(data), source, tmp_path / "out")
 
 
+def test_float32_beside_float64_is_imported_as_the_number_that_was_written(tmp_path):
+    for number, kind in enumerate((pa.float64(), pa.float32())):
+        price = pa.array([11.36], kind)
+        pq.write_table(pa.table({"item_id": [number], "title": ["A"], "price": price}), tmp_path / f"i{number}.parquet")
+    log = {"user_id": [1], "item_id": [1], "time": [1717113600], "stars": pa.array([4.1], pa.float32())}
+    pq.write_table(pa.table(log), tmp_path / "log.parquet")
+    items = {"files": "i*.parquet", "id": "item_id", "title": "title"}
+    log = {"files": "log.parquet", "user_id": "user_id", "item_id": "item_id", "timestamp": "time", "rating": "stars"}
+    import_mapped(ImportMapping.model_validate({"items": items, "interactions": log}), tmp_path, tmp_path / "out")
+    tables = read_tables(tmp_path / "out")
+    assert tables.items["price"].to_pylist() == [11.36, 11.36] and tables.interactions["rating"].to_pylist() == [4.1]
+
+
 def test_a_column_named_like_a_part_of_the_table_is_no_attribute_by_itself(tmp_path, source):
     data = yaml.safe_load(MAPPING)
     del data["items"]["attributes"]

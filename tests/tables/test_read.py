@@ -150,6 +150,19 @@ def test_a_folder_of_files_is_one_table_in_name_order(tmp_path):
     assert users["mood"].to_pylist() == [1, 2, None]
 
 
+def test_float32_beside_float64_is_the_number_that_was_written(tmp_path):
+    path = write_world(tmp_path, items=None, interactions=None)
+    for number, kind in enumerate((pa.float64(), pa.float32())):
+        items = {"item_id": [f"i{number}"], "title": ["A"], "price": pa.array([11.36], kind)}
+        log = {"user_id": ["u1"], "item_id": [f"i{number}"], "timestamp": [DAY_1], "rating": pa.array([4.1], kind)}
+        for name, columns in {"items": items, "interactions": log}.items():
+            (path / name).mkdir(exist_ok=True)
+            pq.write_table(pa.table(columns), path / name / f"{number}.parquet")
+    tables = read_tables(path)
+    assert tables.items["price"].to_pylist() == [11.36, 11.36]
+    assert tables.interactions["rating"].to_pylist() == [4.1, 4.1]
+
+
 def test_interactions_of_entities_that_are_not_yet_there_are_left_out(tmp_path):
     created = pa.array([DAY_1, DAY_1 + datetime.timedelta(days=1), None])
     path = write_world(tmp_path, users=replaced("users", created_at=created))
