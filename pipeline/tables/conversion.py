@@ -62,8 +62,11 @@ def with_points(column: pa.Array) -> pa.Array:
     return pc.replace_substring(column, ",", ".")
 
 
-def whole_numbers(column: pa.Array) -> pa.Array:
-    """Float or decimal ids as int64. Raises ConversionFault for one with a fraction, or too large to be exact."""
+def whole_numbers(column: pa.Array, advice: str = "export larger ids as text") -> pa.Array:
+    """Float or decimal ids as int64. Raises ConversionFault for one with a fraction, or too large to be exact.
+
+    `advice`: what to do about larger ids.
+    """
     column = plain_column(column)
 
     def convert(values: pa.Array) -> pa.Array:
@@ -73,7 +76,7 @@ def whole_numbers(column: pa.Array) -> pa.Array:
         return whole
 
     limit = f" of at most {MAX_EXACT[column.type]:,}, which floats hold exactly" if pt.is_floating(column.type) else ""
-    return _each(column, column, convert, f"an id: a whole number{limit}, or text; export larger ids as text")
+    return _each(column, column, convert, f"an id: a whole number{limit}, or text; {advice}")
 
 
 def uncut(ids: pa.Array) -> pa.Array:

@@ -135,7 +135,7 @@ class _Import:
 
     def ids_of(self, batch: SourceBatch, column: str, source: str) -> pa.Array:
         """The ids of a batch for a column of the tables, from the column `source`; their forms are counted."""
-        ids = batch.ids(source, getattr(self.mapping.ids, column), column in self.whole)
+        ids = batch.ids(source, column, getattr(self.mapping.ids, column), column in self.whole)
         form, distinct = self.forms.setdefault((column, batch.file), Counter()), pc.unique(ids.drop_null())
         if distinct.type == pa.string():
             distinct = distinct.filter(pc.invert(blank(distinct)))

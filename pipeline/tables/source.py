@@ -63,16 +63,19 @@ class SourceBatch:
         """The least and the greatest number of a column; None if it does not hold numbers."""
         return span_of(plain_column(self._column(name)))
 
-    def ids(self, name: str, target: str, is_whole: bool = False) -> pa.Array:
-        """A column of ids; `target` as in `settings.IdTypes`.
+    def ids(self, name: str, column_of_table: str, target: str, is_whole: bool = False) -> pa.Array:
+        """A column of ids for a column of the tables; `target` as in `settings.IdTypes`.
 
         `is_whole`: text such as 123.0 becomes the whole number 123, as it always does if `target` is int64.
         """
         column = self._column(name)
         stored = plain_type(column.type)
-        is_long = pt.is_decimal(stored) and stored.scale == 0 and target == "string"  # it may have 38 digits
-        if (pt.is_floating(stored) or pt.is_decimal(stored)) and not is_long:  # pandas makes floats if one is null
-            whole = self._converted(name, whole_numbers)
+        larger = f"for larger ids, set `ids: {{{column_of_table}: string}}` in the mapping"
+        is_long = pt.is_decimal(stored) and stored.scale == 0  # it may have 38 digits
+        is_float = pt.is_floating(stored) or pt.is_decimal(stored)  # pandas makes floats if one is null
+        if is_float and not (is_long and target == "string"):
+            advice = (larger,) if is_long else ()
+            whole = self._converted(name, lambda values: whole_numbers(values, *advice))
             return whole.cast(pa.string()) if target == "string" else whole
         kind = _TYPES[target] if target != "keep" else id_type(column.type)
         if kind is None:
@@ -87,7 +90,7 @@ class SourceBatch:
                 values = uncut(values)
                 values = pc.utf8_trim_whitespace(values) if kind == pa.int64() else values
                 values = whole_texts(values) if is_whole or kind == pa.int64() else values
-            return to_type(values, kind)
+            return to_type(values, kind, f"an integer below 2**63; {larger}" if kind == pa.int64() else None)
 
         return self._converted(name, convert)
 

@@ -403,6 +403,19 @@ def test_files_of_a_table_that_differ_are_named_with_the_column(tmp_path, source
             import_mapped(ImportMapping.model_validate(data), source, tmp_path / "out")
 
 
+@pytest.mark.parametrize("ids", [pa.array([1, 2**63], pa.uint64()), pa.array([1, 2**63], pa.decimal128(38, 0))])
+def test_ids_too_large_for_an_integer_are_refused_with_what_to_do(tmp_path, ids):
+    pq.write_table(pa.table({"user_id": ids, "item_id": [1, 1], "time": [1717113600] * 2}), tmp_path / "log.parquet")
+    pq.write_table(pa.table({"item_id": [1], "title": ["A"]}), tmp_path / "items.parquet")
+    log = {"files": "log.parquet", "user_id": "user_id", "item_id": "item_id", "timestamp": "time"}
+    mapping = {"items": {"files": "items.parquet", "id": "item_id", "title": "title"}, "interactions": log}
+    with pytest.raises(TableError, match=rf"column user_id, row 1: .*{2**63}.*, set `ids: \{{user_id: string\}}` in"):
+        import_mapped(ImportMapping.model_validate(mapping), tmp_path, tmp_path / "out")
+    mapping["ids"] = {"user_id": "string"}
+    import_mapped(ImportMapping.model_validate(mapping), tmp_path, tmp_path / "out")
+    assert read_tables(tmp_path / "out").users["user_id"].to_pylist() == ["1", str(2**63)]
+
+
 def test_float32_beside_float64_is_imported_as_the_number_that_was_written(tmp_path):
     for number, kind in enumerate((pa.float64(), pa.float32())):
         price = pa.array([11.36], kind)
