@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 
 from laserbatch.pipeline.encoding.codebook import Codebook, Level, digests, fit_codebook, followed
 from laserbatch.pipeline.encoding.schema import LEVELS, vector_column, vectors_of
-from laserbatch.pipeline.encoding.vector_files import NewVectors, VectorFiles, VectorReader, require_sha256
+from laserbatch.pipeline.encoding.vector_files import NewVectors, VectorFiles, VectorReader
 from laserbatch.pipeline.errors import WorkspaceError
-from laserbatch.pipeline.storage.atomic import atomic_path
+from laserbatch.pipeline.storage.atomic import atomic_path, require_sha256
 from laserbatch.pipeline.storage.parquet import iter_parquet, read_parquet, write_parquet
 
 CLUSTER_SEED = 0  # with another seed all clusters are fitted anew

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 
 from laserbatch.pipeline.encoding.codebook_file import Coding, read_codebook
 from laserbatch.pipeline.encoding.schema import days_valid, feature_schema, moments, vector_column
-from laserbatch.pipeline.encoding.vector_files import VectorFiles, VectorReader, require_sha256
-from laserbatch.pipeline.storage.atomic import link_file
+from laserbatch.pipeline.encoding.vector_files import VectorFiles, VectorReader
+from laserbatch.pipeline.storage.atomic import link_file, require_sha256
 from laserbatch.pipeline.storage.figures import FeatureFile
 from laserbatch.pipeline.storage.parquet import iter_parquet, iter_range, num_rows_of, write_parquet
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 from laserbatch.pipeline.encoding.codebook import digests
 from laserbatch.pipeline.encoding.schema import LEVELS, vector_column, vectors_of
 from laserbatch.pipeline.errors import WorkspaceError
-from laserbatch.pipeline.storage.atomic import atomic_path, sha256_file
+from laserbatch.pipeline.storage.atomic import atomic_path
 from laserbatch.pipeline.storage.parquet import iter_range, num_rows_of
 
 
@@ -108,14 +108,6 @@ class FeatureRows:
     start: int
     stop: int
     first: int
-
-
-def require_sha256(path: Path, sha256: str) -> None:
-    """Raise WorkspaceError if a file of earlier features is not as its run recorded it."""
-    if sha256_file(path) != sha256:
-        raise WorkspaceError(
-            f"{path} is damaged or was changed: its SHA-256 is not {sha256[:12]}..., as its run recorded it"
-        )
 
 
 def all_rows(files: Sequence[Path]) -> list[FeatureRows]:

@@ -158,6 +158,13 @@ def share_weights(beside: Path) -> None:
         shutil.copymode(beside, path)
 
 
+def require_sha256(path: Path, sha256: str, otherwise: str = "") -> None:
+    """Raise WorkspaceError if a file is missing or is not as its run recorded it; `otherwise` as in `read_json`."""
+    if not path.exists() or sha256_file(path) != sha256:
+        fault = f"is damaged or was changed: its SHA-256 is not {sha256[:12]}..., as its run recorded it"
+        raise WorkspaceError(f"{path} {fault if path.exists() else 'is missing'}. Restore it from a copy{otherwise}.")
+
+
 def read_json(path: Path | str, otherwise: str = "") -> dict:
     """Read a JSON object. Raises WorkspaceError if the file is missing or does not hold one.
 

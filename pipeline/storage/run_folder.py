@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
-from laserbatch.pipeline.storage.atomic import read_json, sha256_file, write_text
+from laserbatch.pipeline.storage.atomic import read_json, require_sha256, write_text
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.figures import FeatureFigures, ShardRecord, SideFigures
 from laserbatch.pipeline.storage.manifest import RunManifest
@@ -177,13 +177,7 @@ class RunFolder:
             self._require_sha256(path, checksums[path])
 
     def _require_sha256(self, path: Path, sha256: str) -> None:
-        if not path.exists() or sha256_file(path) != sha256:
-            fault = f"is damaged or was changed: its SHA-256 is not {sha256[:12]}..., as the run recorded it"
-            run = self._owner
-            raise WorkspaceError(
-                f"{path} {fault if path.exists() else 'is missing'}. Restore it from a copy, or move {run.root} away "
-                f"and run {run.date} again."
-            )
+        require_sha256(path, sha256, f", or move {self._owner.root} away and run {self._owner.date} again")
 
     def centroids_path(self, side: Side) -> Path:
         """The file of the centroids of the clusters that a side's features name."""

@@ -20,6 +20,8 @@ from laserbatch.pipeline.storage.atomic import (
     paths_below,
     read_json,
     remove_leftovers,
+    require_sha256,
+    sha256_file,
     write_json,
     write_text,
 )
@@ -213,3 +215,15 @@ def test_what_killed_writers_left_behind_links_is_removed_too(tmp_path):
     (workspace / ".runs.1-ab.tmp").symlink_to(elsewhere / "run")  # of a removal that was killed
     assert remove_leftovers(workspace) == 1
     assert not (elsewhere / "run").exists() and (workspace / "runs").is_symlink()
+
+
+def test_a_file_that_is_missing_or_changed_is_named_with_what_to_do(tmp_path):
+    (path := tmp_path / "features.parquet").write_text("as recorded")
+    recorded = sha256_file(path)
+    require_sha256(path, recorded)
+    path.write_text("changed")
+    with pytest.raises(WorkspaceError, match=r"features.parquet is damaged .* Restore it from a copy, or run again\."):
+        require_sha256(path, recorded, ", or run again")
+    path.unlink()
+    with pytest.raises(WorkspaceError, match=r"features.parquet is missing\. Restore it from a copy\."):
+        require_sha256(path, recorded)
