@@ -96,8 +96,11 @@ def sample_negatives(
     """Sample items that a positive's user did not meet, as negatives of the same moment.
 
     Training rows, the first `num_train`, know only each other: if items that a user meets later were spared, training
-    would see the future. Candidates for later rows are all items of the log that the user never meets. All candidates
-    are equally likely. A user who met nearly all items may get fewer negatives.
+    would see the future. Candidates for later rows are all items of the log that the user never meets, neither before
+    nor after the row. RecBole's sampler does so for test rows; for validation rows it spares no items of test rows,
+    which are spared here. No model is trained on later rows, and all variants score the same ones, so comparisons are
+    fair. But the AUC says how well models tell items that are met from items that are never met, not from all items
+    that were not met yet. All candidates are equally likely. A user who met nearly all items may get fewer negatives.
 
     Returns for each negative the row of its positive, int64 (m,) ascending, and its item, int32 (m,).
     """
