@@ -304,7 +304,9 @@ def _alike(rows: pa.RecordBatch, file: Path, first: pa.Schema, first_file: Path,
     for column in dict.fromkeys([*first.names, *rows.schema.names]):
         try:
             values = widened(rows[column], first.field(column).type)
-            values.cast(first.field(column).type)
+            cast = values.cast(first.field(column).type)
+            if cast.type == pa.float32() and values.type == pa.float64() and widened(cast, values.type) != values:
+                raise pa.ArrowInvalid("not exact")
             rows = rows.set_column(rows.schema.get_field_index(column), column, values)
         except (KeyError, pa.ArrowInvalid, pa.ArrowNotImplementedError):
             kinds = [schema.field(column).type if column in schema.names else "not" for schema in (rows.schema, first)]

@@ -4,6 +4,7 @@ import csv
 import datetime
 import re
 import uuid
+from contextlib import nullcontext
 from pathlib import Path
 
 import pyarrow as pa
@@ -427,6 +428,11 @@ def test_float32_beside_float64_is_imported_as_the_number_that_was_written(tmp_p
     import_mapped(ImportMapping.model_validate({"items": items, "interactions": log}), tmp_path, tmp_path / "out")
     tables = read_tables(tmp_path / "out")
     assert tables.items["price"].to_pylist() == [11.36, 11.36] and tables.interactions["rating"].to_pylist() == [4.1]
+    items["files"] = "i[12].parquet"
+    for price, refused in ((11.36, None), (12345678.91, "column 'price' is double in .*i2.parquet, float in .*i1")):
+        pq.write_table(pa.table({"item_id": [2], "title": ["A"], "price": [price]}), tmp_path / "i2.parquet")
+        with pytest.raises(TableError, match=refused) if refused else nullcontext():
+            import_mapped(ImportMapping.model_validate({"items": items, "interactions": log}), tmp_path, tmp_path / "o")
 
 
 def test_a_column_named_like_a_part_of_the_table_is_no_attribute_by_itself(tmp_path, source):
