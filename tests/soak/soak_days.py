@@ -327,6 +327,7 @@ def rolled_back(year, rng):
         assert done.code == 3, (done.code, done.output)
         return
     taken_back = oracle.gone or oracle.take_back()
+    oracle.rolled_back.add(taken_back)
     assert done.code == 0, done.output
     assert json.loads(done.out) == {"published": oracle.published, "rolled_back": taken_back}
     oracle.mended()

@@ -5,6 +5,7 @@ import json
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 import pyarrow as pa
@@ -43,6 +44,7 @@ class Run:
     keys: dict[str, dict[object, str]]  # by side and entity: what its text was asked for
     encoder: str
     previous: str | None
+    ancestors: tuple[str, ...]  # `previous`, what that was built on, and so on; some may be deleted
     since: dict[str, dict[object, str]]  # by side: since when they wait who have no text
     files: dict[Path, tuple[int, int]] = field(default_factory=dict)
 
@@ -94,8 +96,8 @@ class Oracle:
         """What was taken back, and what was built on it that readers never saw."""
         run_ids = set(self.rolled_back)
         for run in sorted(self.runs.values(), key=lambda run: run.order):
-            if run.previous in run_ids and run.run_id not in self.seen:
-                run_ids.add(run.run_id)
+            chain = [*takewhile(lambda run_id: run_id not in self.seen, (run.run_id, *run.ancestors))]
+            run_ids.update(chain[: max((place for place, run_id in enumerate(chain) if run_id in run_ids), default=0)])
         return run_ids
 
     def run_of(self, date: str, settings: str) -> Run | None:
@@ -212,8 +214,9 @@ class Oracle:
                 self._check_provenance(world, side, key, date, rows[key], settings, pools, is_whole)
             self._check_carried(run, previous, side, rows, settings, carried, stale)
             year.num_written += len(written)
+        ancestors = (previous.run_id, *previous.ancestors) if previous else ()
         this = Run(run.name, year.settings_key(), year.num_commands, keys, self._encoder(settings),
-                   previous and previous.run_id, since)  # fmt: skip
+                   previous and previous.run_id, ancestors, since)  # fmt: skip
         self.min_support[run.name] = settings["pools"]["min_support"]
         self.runs[run.name] = this
         self.held.discard(run.name)
@@ -378,7 +381,6 @@ class Oracle:
         """A run was deleted by hand."""
         del self.runs[run_id]
         self.seen = [other for other in self.seen if other != run_id]
-        self.rolled_back.discard(run_id)
 
     def kept_by_gc(self, keep: int) -> set[str]:
         """What `runs gc --keep N` must leave."""
