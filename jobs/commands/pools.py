@@ -168,11 +168,10 @@ def _versions_table(versions: list[PoolVersion], caption: str = "* marks the poo
 
 
 def _calibration(manifest: PoolManifest) -> str:
-    """The calibration error of a pool's acceptance estimates, in words."""
+    """The number of texts that a pool's acceptance estimates come from, in words."""
     if (calibration := manifest.calibration) is None:
         return "not calibrated"
-    error = calibration.reliability.expected_calibration_error
-    return f"calibrated on {counted(calibration.num_texts, 'text')}; error {error:.3f} on other texts"
+    return f"calibrated on {counted(calibration.num_texts, 'text')}"
 
 
 def _row(side: str, manifest: PoolManifest | None) -> dict[str, str]:

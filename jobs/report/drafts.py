@@ -6,7 +6,6 @@ from laserbatch.jobs.formatting import (
     SOURCE_LABELS,
     count,
     counted,
-    decimal,
     percent,
     ratio,
     seconds,
@@ -50,8 +49,6 @@ def drafts_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
         blocks.append(Note(f"{' and '.join(lacking)} had no pool to draft from."))
     if not built:
         blocks.append(Note("No pool was built from tonight's texts."))
-    elif all(pool.calibration_error is None for pool in built.values()):
-        blocks.append(Note("The pools built tonight are not calibrated: there were too few texts."))
     rows = [
         _pool_row(name, use, pools[name])
         for name in SIDES
@@ -59,11 +56,7 @@ def drafts_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
         if name in pools
     ]
     if rows:
-        caption = (
-            "Error: mean distance between estimated and measured acceptance, on texts that the estimates were not "
-            "fitted to."
-        )
-        blocks.append(Table("Pools", rows, ("Side", "Use", "Version", "Built"), caption))
+        blocks.append(Table("Pools", rows, ("Side", "Use", "Version", "Built")))
     return Section("drafts", "Drafts and pools", blocks)
 
 
@@ -140,5 +133,4 @@ def _pool_row(name: Side, use: str, pool: PoolFigures) -> dict[str, str]:
         "Groups": count(len(pool.groups)),
         "Built": how,
         "Build time": seconds(pool.build_s) if is_built else MISSING,
-        "Error": decimal(pool.calibration_error if is_built else None, 3),
     }

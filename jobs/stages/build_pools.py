@@ -281,7 +281,6 @@ def _build(night: Night, side: Side, version: str, run_texts: RunTexts, router: 
         previous=previous,
         calibration=calibration,
     )
-    calibration = pool.manifest.calibration
     return PoolBuilt(
         version=version,
         num_texts=pool.manifest.num_texts,
@@ -290,7 +289,6 @@ def _build(night: Night, side: Side, version: str, run_texts: RunTexts, router: 
         incremental=previous is not None,
         num_texts_changed=pool.num_sorted or 0,
         build_s=time.perf_counter() - start_s,
-        calibration_error=None if calibration is None else calibration.reliability.expected_calibration_error,
     )
 
 

@@ -39,7 +39,6 @@ class PoolBuilt(PoolFigures):
     incremental: bool  # whether it was merged with an earlier version's pool
     num_texts_changed: int  # number of texts that had to be sorted
     build_s: float
-    calibration_error: float | None  # expected calibration error on texts not fitted to; None without replays
 
 
 @dataclass(frozen=True)

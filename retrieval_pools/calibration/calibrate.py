@@ -23,11 +23,9 @@ from laserbatch.retrieval_pools.index.calibration_record import (
     BudgetCell,
     BudgetCurve,
     Calibration,
-    Reliability,
     ReplayedBudgets,
     SourceCurve,
     beta_features,
-    curves_of,
 )
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.sources import NUM_TEXT_SOURCES
@@ -39,7 +37,6 @@ NUM_CALIBRATION_TEXTS = 400  # texts of a side that a night replays; more gain n
 MIN_TEXTS = 50  # a pool of fewer texts is not calibrated
 TEXTS_PER_HELD_BACK = 5  # at most one text in five is held back
 INVERSE_PRIOR = 1.0  # prior variance of the fitted weights; 10 accepts no more, and estimates worse from few nodes
-NUM_BINS = 20  # bins of the estimates that are checked
 DIGITS = 5  # decimals of the numbers in the manifest
 GRID = tuple((size, least) for size in DRAFT_TOKENS for least in MIN_ACCEPTANCES)
 MAX_BUDGET_TOKENS = 10_000  # tokens of each kind of text replayed under all budgets; each takes a draft
@@ -64,31 +61,26 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
     Parameters
     ----------
     pool : the pool to draft from; it must not hold the texts. Its present curves are not used.
-    texts : at least two. Curves fitted to the first, third, ... are checked on the others; the result is fitted to all.
-        If they are long, some are left out, so that about MAX_TOKENS tokens are replayed.
+    texts : at least two. If they are long, some are left out, so that about MAX_TOKENS tokens are replayed.
     options : the draft options of the run. The fit uses the largest trees, with unlikely paths too, at the positions
         where such a run drafts: a text is easier to predict where a tree ended than after a wrong token.
 
     Raises ValueError if there are fewer than two texts.
     """
     if len(texts) < 2:
-        raise ValueError(f"{len(texts)} texts to calibrate with; expected two or more: half of them check the fit")
+        raise ValueError(f"{len(texts)} texts to calibrate with; expected two or more")
     options = DraftOptions() if options is None else options
     texts = _of_bounded_length(texts, MAX_TOKENS)
     plain = _with_best_escape(pool.with_calibration(None), texts, options)
     pool_escape = plain.settings.pool_escape_per_token
     assert pool_escape is not None
     widest = replace(options, max_nodes=MAX_NODES, min_acceptance=0.0)
-    checked = texts[1::2]
-    nodes = [replay_nodes(plain, half, widest, options) for half in (texts[0::2], checked)]
-    nodes = [part[part["is_parent_accepted"]] for part in nodes]
-    fitted_to_half = plain.with_curves(curves_of(fit_sources(nodes[0])))
+    nodes = replay_nodes(plain, texts, widest, options)
     return Calibration(
         pool_escape=pool_escape,
         num_texts=len(texts),
         num_tokens=sum(len(text.text_ids) for text in texts),
-        sources=fit_sources(np.concatenate(nodes)),
-        reliability=reliability(fitted_to_half, checked, options),
+        sources=fit_sources(nodes[nodes["is_parent_accepted"]]),
     )
 
 
@@ -141,25 +133,6 @@ def fit_sources(nodes: np.ndarray) -> tuple[SourceCurve, ...]:
         )
         for source in np.unique(sources).tolist()
     )
-
-
-def reliability(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions) -> Reliability:
-    """Compare estimates with actual acceptance along texts (at least one) that neither the pool nor the curves saw."""
-    nodes = replay_nodes(pool, texts, options)
-    error = calibration_error(np.exp(nodes["log_acceptance"].astype(np.float64)), nodes["is_accepted"])
-    return Reliability(
-        num_texts=len(texts),
-        num_nodes=len(nodes),
-        max_nodes=options.max_nodes,
-        min_acceptance=options.min_acceptance,
-        expected_calibration_error=round(error, DIGITS),
-    )
-
-
-def calibration_error(estimates: np.ndarray, is_accepted: np.ndarray) -> float:
-    """Mean distance of estimates, float64[n], from the share accepted, bool[n], in bins of equal width over [0, 1]."""
-    bin_of = np.minimum((estimates * NUM_BINS).astype(np.int64), NUM_BINS - 1)
-    return float(np.abs(np.bincount(bin_of, is_accepted - estimates)).sum() / max(1, len(estimates)))
 
 
 def _with_best_escape(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions) -> Pool:

@@ -1,4 +1,4 @@
-"""The calibration in a pool's manifest, from replays: acceptance curves, their reliability, the gain of each budget.
+"""The calibration in a pool's manifest, from replays: acceptance curves, and the gain of each budget.
 
 This module has only the values and their checks; `calibration/` replays and fits, `drafting/estimate.py` reads curves.
 """
@@ -48,21 +48,6 @@ def beta_features(relative_counts: np.ndarray) -> np.ndarray:
     """1, log(x) and -log(1 - x) of float[n] in 0 to 1: float64[n, 3]."""
     inside = np.clip(relative_counts.astype(np.float64), MIN_ACCEPTANCE, MAX_ACCEPTANCE)
     return np.stack([np.ones_like(inside), np.log(inside), -np.log1p(-inside)], axis=-1)
-
-
-class Reliability(Frozen):
-    """The error of the estimates on texts that they were not fitted to.
-
-    The `expected_calibration_error` compares estimates of a path's acceptance with the share of paths accepted, in 20
-    bins of equal width. It is the mean over draft tokens of the difference between the means of their bin (Guo et al.
-    2017, Eq. 3).
-    """
-
-    num_texts: int = Field(ge=1)
-    num_nodes: int = Field(ge=0)  # tokens that were drafted for these texts
-    max_nodes: int
-    min_acceptance: float
-    expected_calibration_error: float = Field(ge=0)
 
 
 class BudgetCell(Frozen):
@@ -117,7 +102,6 @@ class Calibration(Frozen):
     num_texts: int = Field(ge=1)  # texts that were replayed and that the curves are fitted to
     num_tokens: int = Field(ge=0)
     sources: tuple[SourceCurve, ...]  # a source that drafted nothing has no curve and is not calibrated
-    reliability: Reliability  # of curves fitted to one half of the texts, measured on the other half
     budgets: BudgetCurve | None = None  # the gain of each draft budget
     replayed_run: str = ""  # the run whose texts were replayed, if known
     num_texts_changed: int = Field(default=0, ge=0)  # texts that later runs wrote without a new calibration

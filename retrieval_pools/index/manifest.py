@@ -15,7 +15,7 @@ from laserbatch.retrieval_pools.index.arrays import map_array
 from laserbatch.retrieval_pools.index.calibration_record import Calibration
 from laserbatch.retrieval_pools.settings import DraftSettings, Frozen, PoolSettings
 
-FORMAT_VERSION = 10
+FORMAT_VERSION = 11
 MANIFEST_NAME = "manifest.json"
 REBUILD = "Run `laserbatch pools rebuild`, with `--run RUN` if they are not the published run's."
 OTHER_TOKENIZER = "Use the pools of a run that this model wrote; `laserbatch nightly` builds them."

@@ -193,13 +193,6 @@ def test_a_log_that_has_stopped_is_warned_of(manifest):
         assert ("The newest interaction known on 2025-03-01 is from 2025-02-20" in outline(manifest).text) == is_warned
 
 
-def test_pools_built_say_how_wrong_their_estimates_are(manifest):
-    errors = {row["Side"]: row["Error"] for row in blocks_of(manifest, "drafts")[-1].rows if row["Use"] == "next night"}
-    for side, label in SIDE_LABELS.items():
-        error = manifest["pools_built"][side]["calibration_error"]
-        assert errors[label] == f"{error:.3f}"
-
-
 def test_an_empty_side_is_named(manifest):
     nothing = dict.fromkeys((key for key in manifest["sides"]["item"] if key.startswith("num_")), 0)
     empty = {"quarantine_reasons": {}, "routes": {}, "shards": [], "stats": {}, "samples": []}
