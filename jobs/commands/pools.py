@@ -1,4 +1,4 @@
-"""`laserbatch pools ...`: build, show, choose and remove the retrieval pools of a workspace."""
+"""`laserbatch pools ...`: build, list, choose and remove the retrieval pools of a workspace."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from laserbatch.jobs.console import print_table, say, summary
-from laserbatch.jobs.formatting import count, counted
+from laserbatch.jobs.formatting import count
 from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.settings import CONFIG, DRY_RUN, JSON, WORKSPACE, load_settings, open_workspace
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -44,7 +44,7 @@ def rebuild(
                 f"run {name} is not finished, so the next run does not draft from its pools; finish it with "
                 f"`laserbatch nightly --date {night.date}`, or choose them with `laserbatch pools use {name}`"
             )
-    built = _version(PoolStore(opened.pools_folder), name)
+    built = next(entry for entry in PoolStore(opened.pools_folder).list() if entry.version == name)
     if as_json:
         summary(_data(built), as_json=True)
     else:
@@ -53,11 +53,11 @@ def rebuild(
 
 @app.command(name="list")
 def list_versions(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, as_json: bool = JSON) -> None:
-    """List the versions; the next run drafts from the marked one.
+    """List the versions; the next run drafts from the marked one. With --json their settings and groups too.
 
     Example: `laserbatch pools list --config laserbatch.yaml`
     """
-    store = _store(config, workspace)
+    store = PoolStore(open_workspace(config, workspace).pools_folder)
     versions = store.list()
     if as_json:
         summary({"versions": [_data(version) for version in versions]}, as_json=True)
@@ -72,35 +72,6 @@ def list_versions(config: Path | None = CONFIG, workspace: Path | None = WORKSPA
         store.current_version()
     except PoolError as error:
         say(str(error))
-
-
-@app.command()
-def show(
-    version: str | None = typer.Argument(
-        None, show_default="the current version", help="A version that `laserbatch pools list` shows."
-    ),
-    config: Path | None = CONFIG,
-    workspace: Path | None = WORKSPACE,
-    verify: bool = typer.Option(False, help="Compare every file with its checksum."),
-    as_json: bool = JSON,
-) -> None:
-    """Show a version: its pools and their settings; with --json their groups too.
-
-    Example: `laserbatch pools show --config laserbatch.yaml --verify`
-    """
-    store = _store(config, workspace)
-    chosen = _version(store, version)
-    if verify:
-        store.verify(chosen.version)
-    if chosen.problem is not None:
-        raise PoolError(chosen.problem)
-    if as_json:
-        summary(_data(chosen), as_json=True)
-        return
-    calibrations = (f"{side}: {_calibration(manifest)}" for side, manifest in chosen.pools.items())
-    print_table(_versions_table([chosen], "\n".join(calibrations)))
-    if verify:
-        say("every file has the checksum that its manifest says")
 
 
 @app.command()
@@ -146,32 +117,13 @@ def gc(
         say("nothing to remove")
 
 
-def _version(store: PoolStore, version: str | None) -> PoolVersion:
-    name = store.current_version() if version is None else version
-    if name is None:
-        raise PoolError(f"no pools in {store.root} yet; run `laserbatch nightly` or `laserbatch pools rebuild`")
-    store.folder(name)  # raises if the version does not exist
-    return next(entry for entry in store.list() if entry.version == name)
-
-
-def _store(config: Path | None, workspace: Path | None) -> PoolStore:
-    return PoolStore(open_workspace(config, workspace).pools_folder)
-
-
-def _versions_table(versions: list[PoolVersion], caption: str = "* marks the pools of the next run") -> Table:
+def _versions_table(versions: list[PoolVersion]) -> Table:
     rows = []
     for version in versions:
         row = {"": "*" if version.is_current else "", "version": version.version}
         sides = [_row(side, manifest) for side, manifest in version.pools.items()] or [_row("no pool", None)]
         rows += [row | side for side in (sides if version.problem is None else [_row("damaged", None)])]
-    return Table("Pools", rows, ("", "version", "side", "scope", "model"), caption)
-
-
-def _calibration(manifest: PoolManifest) -> str:
-    """The number of texts that a pool's acceptance estimates come from, in words."""
-    if (calibration := manifest.calibration) is None:
-        return "not calibrated"
-    return f"calibrated on {counted(calibration.num_texts, 'text')}"
+    return Table("Pools", rows, ("", "version", "side", "scope", "model"), "* marks the pools of the next run")
 
 
 def _row(side: str, manifest: PoolManifest | None) -> dict[str, str]:

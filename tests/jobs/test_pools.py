@@ -1,4 +1,4 @@
-"""`laserbatch pools`: versions and groups are listed, shown and chosen."""
+"""`laserbatch pools`: versions and groups are listed and chosen."""
 
 import datetime
 import json
@@ -15,7 +15,6 @@ from laserbatch.jobs.stages.night import current_pools, describe_pools
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage.figures import PoolsUsed
 from laserbatch.pipeline.storage.workspace import Workspace
-from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.store import PoolStore
 from laserbatch.retrieval_pools.routing.router import Router
@@ -56,7 +55,13 @@ def test_list_names_versions_and_the_current_one(world):
         (VERSIONS[1], True),
     ]
     assert data["versions"][0]["pools"]["item"]["num_texts"] == 3
+    assert {"drama", "war"} <= data["versions"][1]["pools"]["item"]["groups"].keys()
     assert f"*  {VERSIONS[1]}" in called(world, "list")
+
+
+def test_list_gives_the_entities_that_an_ngram_needs(world):
+    header, row = called(world, "list").splitlines()[1:3]
+    assert header.index("min support") < row.index(" 1  side") < header.index("model")
 
 
 def test_damaged_version_is_listed_with_what_to_do(world, tmp_path):
@@ -79,17 +84,6 @@ def test_a_version_without_pools_is_listed_and_a_damaged_choice_is_named(world, 
     assert f"{pools / 'CURRENT'} names the pools" in result.stderr and "pools use VERSION" in result.stderr
 
 
-def test_show_gives_groups_and_verifies(world):
-    assert VERSIONS[0] in called(world, "show", VERSIONS[0], "--verify")
-    shown = json.loads(called(world, "show", "--json"))
-    assert shown["version"] == VERSIONS[1] and {"drama", "war"} <= shown["pools"]["item"]["groups"].keys()
-
-
-def test_show_gives_the_entities_that_an_ngram_needs(world):
-    header, row = called(world, "show").splitlines()[1:3]
-    assert header.index("min support") < row.index(" 1  side") < header.index("model")
-
-
 def test_a_run_does_not_draft_from_pools_of_a_lower_min_support(tmp_path, capsys):
     store = PoolStore(tmp_path)
     date, routing = datetime.date(2025, 3, 1), RoutingSettings(scheme="global")
@@ -108,7 +102,7 @@ def test_a_run_does_not_draft_from_pools_of_a_lower_min_support(tmp_path, capsys
 
 def test_use_switches_the_current_version(world):
     called(world, "use", VERSIONS[0])
-    assert json.loads(called(world, "show", "--json"))["version"] == VERSIONS[0]
+    assert json.loads(called(world, "list", "--json"))["versions"][0]["is_current"]
     called(world, "use", VERSIONS[1])
 
 
@@ -116,7 +110,5 @@ def test_workspace_without_pools_says_how_to_get_them(tmp_path):
     Workspace.open(tmp_path / "w")
     arguments = ["--workspace", str(tmp_path / "w")]
     assert CliRunner().invoke(app, ["list", *arguments], catch_exceptions=False).exit_code == 0
-    with pytest.raises(PoolError, match="no pools in"):
-        CliRunner().invoke(app, ["show", *arguments], catch_exceptions=False)
     with pytest.raises(WorkspaceError):
         CliRunner().invoke(app, ["list", "--workspace", str(tmp_path / "nowhere")], catch_exceptions=False)
