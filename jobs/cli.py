@@ -147,3 +147,7 @@ def main() -> None:
             sys.stdout.flush()
     except BaseException as error:  # printed as one line, whatever it is
         sys.exit(report_error(error))
+
+
+if __name__ == "__main__":
+    main()
