@@ -195,7 +195,7 @@ def _caption(comparison: Mapping[str, Any]) -> str:
         f"(“as good”: within ±{decimal(judged['margin'], 4)}; “?”: undecided).",
     ]
     if judged["low"] is None:
-        lines.append(f"{NO_INTERVAL}: use more (--seeds, ctr.num_seeds), an earlier date or more users.")
+        lines.append(f"{NO_INTERVAL}: use more seeds (ctr.num_seeds), an earlier date or more users.")
     lines.append(
         "Per million: seconds of the whole cluster for a million new texts, with users and items as in the run, "
         + ("by wall time" if any(variant["priced_by"] == "wall time" for variant in comparison["variants"]) else

@@ -8,14 +8,13 @@ from pathlib import Path
 from laserbatch.jobs.console import say
 from laserbatch.jobs.stages.night import Night, earlier_runs, means
 from laserbatch.pipeline.budget.choice import ChosenBudget, budget_step_cost, by_step, read_step_cost, side_budget
-from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
+from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.planning.plan import Shard, read_shard
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.figures import BudgetFigures
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
-from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.step_cost import StepCost
 
 NUM_SAMPLED_SHARDS = 8  # shards that are read to estimate the share of entities with a previous text
@@ -62,13 +61,20 @@ def at_usual_context(step_cost: StepCost, run: RunFolder | None, side: Side) -> 
     return step_cost if prompt is None or text is None else step_cost.at_context(prompt + text / 2)
 
 
-def known_step_cost(workspace: Workspace, decoding: DecodingSettings) -> StepCost | None:
-    """The configured step cost, or the newest one that was measured in a workspace; None if there is none."""
-    if decoding.step_cost is not None:
-        return read_step_cost(Path(decoding.step_cost))
-    measured = sorted(workspace.step_costs_folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
-    costs = (unless_damaged(partial(read_step_cost, path)) for path in reversed(measured))
-    return next((cost for cost in costs if cost is not None), None)
+def known_step_cost(night: Night) -> StepCost | None:
+    """The configured step cost, or one measured in the workspace for a model of the run's texts; None without one.
+
+    Among these, the one by which the run chose its budgets comes first, then the newest.
+    """
+    if night.settings.decoding.step_cost is not None:
+        return read_step_cost(Path(night.settings.decoding.step_cost))
+    batches = (batch for side in SIDES for batch in night.run.iter_knowledge(side, ["model_id"]))
+    models = {model for batch in batches for model in batch["model_id"].unique().to_pylist()}
+    used = {figures.forecast.step_cost for figures in night.manifest.generation.budgets.values()}
+    measured = sorted(night.workspace.step_costs_folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+    costs = [unless_damaged(partial(read_step_cost, path)) for path in reversed(measured)]
+    of_run = [cost for cost in costs if cost and any(f": {model} on " in cost.name for model in models)]
+    return max(of_run, key=lambda cost: cost.name in used, default=None)
 
 
 def budget_of(figures: BudgetFigures) -> Budget:

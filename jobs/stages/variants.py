@@ -146,9 +146,7 @@ def compare_variants(variants: Sequence[Variant], tables: EntityTables) -> dict[
             tables, ways, variants[0].night.date,
             lambda row: bar.advance(1, f"{row.model}, {row.variant}: AUC {row.auc:.4f}"),
         )  # fmt: skip
-    costs = {
-        variant.name: known_step_cost(variant.night.workspace, variant.night.settings.decoding) for variant in variants
-    }
+    costs = {variant.name: known_step_cost(variant.night) for variant in variants}
     costs = {} if None in costs.values() else costs  # all variants must be priced in the same way
     rows = [
         _variant_figures(variant, costs.get(variant.name))

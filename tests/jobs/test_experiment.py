@@ -1,6 +1,7 @@
 """`laserbatch experiment` and `ctr compare` of several variants, lived on a few users of the sample world."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from small_world import TEMPLATES
 from laserbatch.jobs.report.ctr_table import audit_table, between_line, variant_table
 from laserbatch.jobs.settings import load_settings
 from laserbatch.jobs.stages import run_experiment, variants
+from laserbatch.jobs.stages.budgets import known_step_cost
 from laserbatch.jobs.stages.night import open_run
 from laserbatch.jobs.stages.variants import cost_of_a_million
 from laserbatch.pipeline.budget.choice import read_step_cost
@@ -151,6 +153,24 @@ def test_a_million_costs_what_its_steps_do_however_loaded_the_machine_was(folder
         night.manifest.generation.sides[side] = replace(figures, stats=slower)
     assert cost_of_a_million(night, cost) == seconds
     assert cost_of_a_million(night) == pytest.approx(10 * by_clock)
+
+
+def test_a_step_cost_of_another_model_prices_no_variant(folder, tried):
+    """Variants share their measured costs, so the newest one may be of the other variant's model."""
+    settings = load_settings(folder / "laserbatch.yaml", {"workspace": Path(tried["folder"]) / "kar"})
+    night = open_run(settings, tried["runs"]["kar"])
+    measured = replace(night, settings=settings.model_copy(
+        update={"decoding": settings.decoding.model_copy(update={"step_cost": None})}))  # fmt: skip
+    cost, folder_of_costs = read_step_cost(folder / "cost.yaml"), night.workspace.step_costs_folder
+    folder_of_costs.mkdir(exist_ok=True)
+    names = [f"measured 1: {night.manifest.generation.model.id} on a CPU", "measured 2: another-1a2b on a CPU"]
+    for day, name in enumerate(names):
+        path = folder_of_costs / f"{day}.json"
+        path.write_text(cost.model_copy(update={"name": name}).model_dump_json(), encoding="utf-8")
+        os.utime(path, (day, day))
+    assert known_step_cost(measured).name == names[0]
+    (folder_of_costs / "0.json").unlink()
+    assert known_step_cost(measured) is None
 
 
 def test_manifests_say_by_what_each_side_was_asked_and_runs_are_listed_with_it(folder, tried, capfd):

@@ -293,7 +293,7 @@ def test_what_is_damaged_of_earlier_nights_is_named_and_passed_over(world, caplo
     assert third.previous.run_id == second.run.run_id
     assert unchanged_pools(third, second.run.run_id) == {}
     assert last_speed(third, SIDES) == 200  # as the night before it says
-    assert known_step_cost(workspace, third.settings.decoding) is None and framework_of(second.run) is None
+    assert known_step_cost(second) is None and framework_of(second.run) is None
     assert NightPlanner(third, third.run, third.settings.decoding)._rules("user").unusable is None
     measure(third.manifest, third.run, third.previous)
     assert not workspace.publication.not_built_on()
