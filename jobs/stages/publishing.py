@@ -155,13 +155,22 @@ def destination_of(workspace: Path, uri: str) -> Destination | LakeTables:
 
 
 def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:
-    """Copy the published run to a URI for its readers; without a URI or a published run, do nothing.
+    """Copy the published run to a URI for its readers; without a published run, do nothing.
 
-    Lake tables take only features, so nothing of an extension. Without `force`, a run of a later date at the URI stays,
+    Without a URI nothing is delivered; with `force`, the places that earlier got another run are then named. Lake
+    tables take only features, so nothing of an extension. Without `force`, a run of a later date at the URI stays,
     unless it was rolled back here. Raises WorkspaceError if the run cannot be delivered.
     """
     run_id = workspace.publication.run_id()
-    if uri is None or run_id is None:
+    if run_id is None:
+        return
+    if uri is None:
+        for place in last_deliveries(workspace.root) if force else ():
+            if place["run_id"] != run_id:
+                say(
+                    f"WARNING: run {run_id} is not delivered to {place['to']}, which has {place['run_id'] or 'no run'}"
+                    ", because no deliver_to is set: give this command the night's configuration with --config"
+                )
         return
     try:
         run, destination = workspace.chosen_run(None), destination_of(workspace.root, uri)
@@ -176,7 +185,10 @@ def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:
                 "one place. Give another place, or delete its contents if that workspace no longer exists"
             )
         if not force and delivered[:10] > run.date and delivered not in workspace.publication.rolled_back():
-            say(f"not delivered: {uri} has run {delivered}, of a later date; {command_to_publish(run)} delivers it")
+            say(
+                f"not delivered: {uri} has run {delivered}, of a later date; {command_to_publish(run)} delivers it, "
+                "with the night's --config"
+            )
             return
         run.require_whole()
         remember_place(workspace.root, uri)
@@ -184,7 +196,7 @@ def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:
     except LaserbatchError as error:
         raise WorkspaceError(
             f"run {run_id} is published here, but not delivered to {uri}. To deliver it, give the night's command "
-            f"again, or {command_to_publish(workspace.run(run_id))}. {error}"
+            f"again, or {command_to_publish(workspace.run(run_id))} with the night's --config. {error}"
         ) from None
     record_delivery(workspace.root, uri, run_id)
     transferred = (

@@ -156,8 +156,19 @@ def test_who_is_forgotten_here_is_forgotten_there(workspace, place):  # noqa: F8
 
 def test_what_cannot_be_delivered_says_that_it_is_published_here(workspace, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(WorkspaceError, match=f"{OLD} is published here, but not delivered to .*runs publish {OLD}"):
+    with pytest.raises(
+        WorkspaceError, match=f"{OLD} is published here, but not delivered to .*runs publish {OLD} .*--config"
+    ):
         deliver(workspace, f"file://{tmp_path}/file/below")
+
+
+def test_publishing_without_the_destination_names_the_places_whose_readers_see_another_run(workspace, place, capsys):  # noqa: F811
+    deliver(workspace, place)
+    deliver(workspace, None, force=True)
+    assert "WARNING" not in capsys.readouterr().err
+    workspace.publication.publish(NEW)
+    deliver(workspace, None, force=True)
+    assert f"run {NEW} is not delivered to {place}, which has {OLD}, because" in capsys.readouterr().err
 
 
 def test_a_place_that_shares_files_with_the_workspace_is_refused(workspace, tmp_path):
