@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from laserbatch.jobs.console import ExitCode
-from laserbatch.pipeline.errors import ClusterFailed, EndpointGone, LaserbatchError, RunFailed, WorkspaceBusy
+from laserbatch.pipeline.errors import (
+    ClusterFailed,
+    EndpointGone,
+    LaserbatchError,
+    NotDelivered,
+    RunFailed,
+    WorkspaceBusy,
+)
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 GOES_ON = "the same command continues a run or a training; any other command starts again"
@@ -43,7 +50,7 @@ def exit_code_of(error: BaseException) -> int:
         return ExitCode.INTERRUPTED
     if isinstance(error, WorkspaceBusy):
         return ExitCode.BUSY
-    if isinstance(error, EndpointGone | ClusterFailed):
+    if isinstance(error, EndpointGone | ClusterFailed | NotDelivered):
         return ExitCode.UNAVAILABLE
     if isinstance(error, RunFailed):
         return ExitCode.RUN_FAILED

@@ -6,6 +6,7 @@ LaserbatchError      also the base of `PoolError` (pools) and `CtrError` (CTR tr
 +-- ModelError       a model cannot be loaded, or its attention cannot be packed
 +-- WorkspaceError   a folder is no workspace, or the workspace is damaged or of another version
 |   +-- WorkspaceBusy  another process holds the workspace's lock
+|   +-- NotDelivered   the place that runs are copied to cannot be read or written
 +-- RowError         one row cannot be processed; the row goes to quarantine and the run continues
 +-- RunFailed        a run cannot continue, such as when most of a night's first texts fail or it reaches its cost limit
     +-- RunHeld      the night is complete, but a gate keeps it from being published
@@ -46,6 +47,10 @@ class WorkspaceError(LaserbatchError):
 
 class WorkspaceBusy(WorkspaceError):
     """Another process holds the workspace's lock."""
+
+
+class NotDelivered(WorkspaceError):
+    """The place that published runs are copied to cannot be read or written; the same command tries again."""
 
 
 class RowError(LaserbatchError):

@@ -14,7 +14,7 @@ from laserbatch.jobs.formatting import counted
 from laserbatch.jobs.gates import blocking, gate_sentence, has_option, judge
 from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import GateSettings
-from laserbatch.pipeline.errors import ConfigError, LaserbatchError, RunHeld, WorkspaceError
+from laserbatch.pipeline.errors import ConfigError, LaserbatchError, NotDelivered, RunHeld, WorkspaceError
 from laserbatch.pipeline.storage.delivery import (
     PLACES,
     Destination,
@@ -159,7 +159,8 @@ def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:
 
     Without a URI nothing is delivered; with `force`, the places that earlier got another run are then named. Lake
     tables take only features, so nothing of an extension. Without `force`, a run of a later date at the URI stays,
-    unless it was rolled back here. Raises WorkspaceError if the run cannot be delivered.
+    unless it was rolled back here. Raises NotDelivered if the run cannot be copied there, or another WorkspaceError if
+    it must not be.
     """
     run_id = workspace.publication.run_id()
     if run_id is None:
@@ -194,7 +195,8 @@ def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:
         remember_place(workspace.root, uri)
         sent = destination.deliver(run)
     except LaserbatchError as error:
-        raise WorkspaceError(
+        kind = NotDelivered if isinstance(error, NotDelivered) else WorkspaceError
+        raise kind(
             f"run {run_id} is published here, but not delivered to {uri}. To deliver it, give the night's command "
             f"again, or {command_to_publish(workspace.run(run_id))} with the night's --config. {error}"
         ) from None

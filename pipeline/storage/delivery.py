@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.errors import NotDelivered, WorkspaceError
 from laserbatch.pipeline.storage.atomic import paths_below, read_json, sha256_file, write_json
 from laserbatch.pipeline.storage.run_folder import RUN_ID, RunFolder
 from laserbatch.pipeline.storage.uris import ADVICE, BLOCK_BYTES, filesystem_of, naming_uri
@@ -51,7 +51,7 @@ class Destination:
 
     def published(self) -> dict:
         """The pointer at the URI; empty before the first delivery, or if it is damaged."""
-        with naming_uri(self.uri, WorkspaceError):
+        with naming_uri(self.uri, NotDelivered):
             try:
                 with self.filesystem.open_input_stream(f"{self.root}/published.json") as file:
                     pointer = json.loads(file.read())
@@ -67,7 +67,7 @@ class Destination:
     def deliver(self, run: RunFolder) -> Delivered:
         """Copy a finished run and point readers to it; until then they see the earlier run.
 
-        Raises WorkspaceError if a file cannot be sent, or does not arrive as it was sent.
+        Raises NotDelivered if a file cannot be sent, or does not arrive as it was sent.
         """
         files = _described(run)
         lines = "".join(f"{sha256}  {name}\n" for name, (_, sha256) in files.items())
@@ -76,14 +76,14 @@ class Destination:
         if self.published() == pointer and self._files(f"runs/{run.run_id}") == sizes:
             return Delivered()
         sent = self.copy(run, files)
-        with naming_uri(self.uri, WorkspaceError):
+        with naming_uri(self.uri, NotDelivered):
             self._point_to(pointer)
         return sent
 
     def copy(self, run: RunFolder, files: dict[str, tuple[int, str]] | None = None) -> Delivered:
         """Make the run's folder at the URI equal to the local one; the pointer stays."""
         files, folder = _described(run) if files is None else files, f"runs/{run.run_id}"
-        with naming_uri(self.uri, WorkspaceError):
+        with naming_uri(self.uri, NotDelivered):
             remote_sizes = self._files(folder)
             for name in remote_sizes.keys() - files.keys():
                 self.filesystem.delete_file(f"{self.root}/{folder}/{name}")
@@ -95,7 +95,7 @@ class Destination:
                     return 0
                 self._put(run.root / name, target)
                 if self._sha256(target) != sha256:
-                    raise WorkspaceError(f"{self.uri}: {folder}/{name} is not the file that was sent. {ADVICE}.")
+                    raise NotDelivered(f"{self.uri}: {folder}/{name} is not the file that was sent. {ADVICE}.")
                 return 1
 
             *names, last = files  # the last is `_SUCCESS`, by which readers of the folder itself see that it is whole
@@ -108,7 +108,7 @@ class Destination:
     def remove(self, run_ids: Collection[str]) -> list[str]:
         """Delete some runs, after the pointer if it names one of them; returns those that were there."""
         removed = [run_id for run_id in self.runs() if run_id in run_ids]
-        with naming_uri(self.uri, WorkspaceError):
+        with naming_uri(self.uri, NotDelivered):
             if self.published().get("run_id") in removed:
                 self.filesystem.delete_file(f"{self.root}/published.json")
             for run_id in removed:
@@ -120,7 +120,7 @@ class Destination:
         from pyarrow.fs import FileSelector
 
         folder = f"{self.root}/{folder}"
-        with naming_uri(self.uri, WorkspaceError):
+        with naming_uri(self.uri, NotDelivered):
             infos = self.filesystem.get_file_info(FileSelector(folder, allow_not_found=True, recursive=True))
         return {info.path.removeprefix(f"{folder}/"): info.size for info in infos if info.is_file}
 

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from laserbatch.pipeline.errors import ConfigError, LaserbatchError, WorkspaceError, first_line
+from laserbatch.pipeline.errors import ConfigError, LaserbatchError, NotDelivered, WorkspaceError, first_line
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.delivery import Delivered
 from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, iter_parquet, num_rows_of, parquet_files
@@ -175,7 +175,7 @@ class LakeTables:
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
-        """Turn errors of the table library in the block into WorkspaceError, which names the URI."""
+        """Turn errors of the table library in the block into NotDelivered, which names the URI."""
         advice = ADVICE
         if self.uri.startswith(ICEBERG):
             advice = "Check the catalogue in .pyiceberg.yaml or PYICEBERG_CATALOG__*, and that it can be reached"
@@ -184,7 +184,7 @@ class LakeTables:
         except LaserbatchError:
             raise
         except Exception as error:  # each library has its own errors, and some derive from Exception alone
-            raise WorkspaceError(f"{self.uri}: {type(error).__name__}: {first_line(error)}. {advice}.") from None
+            raise NotDelivered(f"{self.uri}: {type(error).__name__}: {first_line(error)}. {advice}.") from None
 
 
 class _DeltaTable:

@@ -11,10 +11,12 @@ from manifests import manifest_of
 from pyarrow.fs import FileSystem
 
 from laserbatch.jobs.commands.status import summary_rows, workspace_state
+from laserbatch.jobs.console import ExitCode
+from laserbatch.jobs.failures import exit_code_of
 from laserbatch.jobs.settings import Settings, load_settings
 from laserbatch.jobs.stages.inputs import require_delivery
 from laserbatch.jobs.stages.publishing import deliver, forget_delivered
-from laserbatch.pipeline.errors import ConfigError, WorkspaceError
+from laserbatch.pipeline.errors import ConfigError, NotDelivered, WorkspaceError
 from laserbatch.pipeline.storage.delivery import PLACES, Destination, known_places, last_deliveries
 from laserbatch.pipeline.storage.uris import filesystem_of
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -157,9 +159,10 @@ def test_who_is_forgotten_here_is_forgotten_there(workspace, place):  # noqa: F8
 def test_what_cannot_be_delivered_says_that_it_is_published_here(workspace, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        WorkspaceError, match=f"{OLD} is published here, but not delivered to .*runs publish {OLD} .*--config"
-    ):
+        NotDelivered, match=f"{OLD} is published here, but not delivered to .*runs publish {OLD} .*--config"
+    ) as error:
         deliver(workspace, f"file://{tmp_path}/file/below")
+    assert exit_code_of(error.value) == ExitCode.UNAVAILABLE  # so that a scheduler tries again
 
 
 def test_publishing_without_the_destination_names_the_places_whose_readers_see_another_run(workspace, place, capsys):  # noqa: F811
