@@ -57,7 +57,7 @@ def test_the_line_of_cron_runs_its_night_once_more_where_that_helps(tmp_path):
     (tmp_path / "sleep").chmod(0o755)
     script = command.replace("\\%", "%").replace("/tmp/laserbatch-night.lock", str(tmp_path / "lock"))
     names = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CONFIG": "C", "LOG": str(tmp_path / "log")}
-    for code, num_tries in ((0, 1), (3, 1), (1, 2)):
+    for code, num_tries in ((0, 1), (3, 1), (124, 1), (1, 2), (6, 2)):
         (tmp_path / "code").write_text(str(code))
         (tmp_path / "given").write_text("")
         done = subprocess.run(["/bin/bash", "-c", script], env=names, capture_output=True, text=True, timeout=20)
