@@ -1,9 +1,9 @@
-"""A row that hangs the model in a real worker under Ray, and a worker of another node that does not see the workspace.
+"""Two faults under a real Ray: a row that hangs the model, and a worker on another node without the workspace.
 
     python tests/soak/poison.py --json poison.json
 
-Some seven minutes, nearly all of them the deadlines of a night. The first is seen to its end: the row stands alone in
-quarantine, and its neighbours have the texts that they have without it. The second ends a run within a minute.
+It takes about seven minutes, mostly the deadlines of a night. The row must end alone in quarantine, and its neighbours
+must have the texts that they have without it. A run with the worker must end within a minute.
 """
 
 import argparse
@@ -38,7 +38,7 @@ BUDGET = {"item": Budget(2, 0.1)}
 
 @contextmanager
 def workers(kind: type):
-    """Have crews hire actors of another kind."""
+    """Replace the class of the workers' actors."""
     actors._Worker, before = kind, actors._Worker
     try:
         yield
@@ -47,7 +47,7 @@ def workers(kind: type):
 
 
 def hung_row(world: Path, folder: Path) -> dict:
-    """Shards of four rows, of which one hangs every step that it is in; what became of it, and after what time."""
+    """Run shards of four rows, one row of which hangs each of its steps; returns the result and the time it took."""
     calm_shards, calm = planned(world, folder / "calm")
     alone = ShardWorker(calm)
     for shard in calm_shards:
@@ -92,7 +92,7 @@ def hung_row(world: Path, folder: Path) -> dict:
 
 
 def unseen_workspace(world: Path, folder: Path) -> dict:
-    """Two nodes, on one of which the run's folder is missing: what the run says, and after what time."""
+    """Run on two nodes, one of which lacks the run's folder; returns the error and the time it took."""
     shards, spec = planned(world, folder)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     cluster.add_node(num_cpus=1)
@@ -109,7 +109,7 @@ def unseen_workspace(world: Path, folder: Path) -> dict:
             return COST
 
         def run(self, *arguments) -> None:
-            time.sleep(1e6)  # so that the run ends by the other worker alone
+            time.sleep(1e6)  # so that only the other worker can end the run
 
     error_text, begun_s = None, time.monotonic()
     try:
@@ -124,7 +124,7 @@ def unseen_workspace(world: Path, folder: Path) -> dict:
 
 
 def cluster_layout():
-    """A worker of one thread a node."""
+    """The layout of two workers of a local Ray, one thread each."""
     with ray_cluster(ClusterSettings(num_workers=2)) as layout:
         return layout
 

@@ -1,4 +1,4 @@
-"""What can happen on a day, and the night after it. Everything is drawn from the seed and the day alone."""
+"""The events of a day and the night after it. Everything is drawn from the seed and the day alone."""
 
 import datetime
 import errno
@@ -18,12 +18,12 @@ from soak_world import NUMBER_TYPES, PATH_TYPES, RATING_TYPES, TIME_TYPES, WORD_
 
 WORDS = ("harbour", "radio", "gulls", "salt", "pier", "night", "signal", "rope", "lamp", "quiet", "tide", "storm")
 FIRST_DATE = "2025-03-01"
-FEW, MANY = 5, 14  # entities of a side
+FEW, MANY = 5, 14  # number of entities of a side
 DAY = datetime.timedelta(days=1)
 
 
 class Stopped:
-    """Ctrl-C at the n-th file that a command puts in its place, or no room on the disk for that file."""
+    """Raises at the n-th `os.replace` of a command: KeyboardInterrupt, or "no space left" if `full`."""
 
     def __init__(self, stop_at: int, full: bool) -> None:
         self.stop_at, self.num_done, self.happened, self._replace = stop_at, 0, False, os.replace
@@ -109,7 +109,7 @@ def deleted(year, rng, day):
         return False
     key = _somebody(year, rng, side)
     if len(year.world.left_behind()) < len(year.world.events) / 4 and rng.random() < 0.5:
-        year.gone.append((side, key, year.world.rows[side].pop(key), []))  # the log keeps what was done
+        year.gone.append((side, key, year.world.rows[side].pop(key), []))  # the log keeps their events
     else:
         year.gone.append((side, key, *year.world.remove(side, key)))
 
@@ -256,7 +256,7 @@ EVERY_DAY += [(ratings_retyped, 1), (ids_retyped, 0.5), (files_split, 1), (rows_
 EVERY_DAY += [(note_too_long, 1)]
 
 
-# ---- what befalls the workspace; each leaves a night to be done as ever
+# ---- damage to the workspace; the night after it must succeed all the same
 
 
 def pools_lost(year, rng):
@@ -309,17 +309,17 @@ ACCIDENTS = [pools_lost, pools_older, pools_damaged, pool_pointer_damaged, publi
 
 
 def of_another_version(year):
-    """What an interrupted run has written is as an older program would have."""
+    """Rewrite the manifest of an interrupted run as an older version of the program would have written it."""
     for path in (year.workspace / "runs").glob("*/manifest.json"):
         if not (path.parent / "_SUCCESS").exists():
             path.write_text(json.dumps(json.loads(path.read_text()) | {"laserbatch_version": "0.0.9"}))
 
 
-# ---- what somebody does with the runs; each is judged at once
+# ---- commands that a user gives; the result of each is checked at once
 
 
 def rolled_back(year, rng):
-    """`runs rollback`, or a refusal where nothing was published before."""
+    """`runs rollback`, or its refusal if no earlier run was published."""
     year.world.write(year.folder / "tables")
     done = year.command("runs", "rollback", writes_tables=False)
     oracle = year.oracle
@@ -335,7 +335,7 @@ def rolled_back(year, rng):
 
 
 def published_by_name(year, rng):
-    """`runs publish` of any finished run, one that was taken back too."""
+    """`runs publish` of any finished run, possibly one that was rolled back."""
     before, run_id = year.oracle.gone or year.oracle.published, rng.choice(sorted(year.oracle.runs))
     printed, _, _ = year.done("runs", "publish", run_id)
     assert printed == {"published": run_id, "published_before": before}, printed
@@ -349,7 +349,7 @@ def collected(year, rng):
 
 
 def forgotten(year, rng):
-    """One or two users are taken out of the tables and forgotten; perhaps the command is killed and given again."""
+    """One or two users are removed from the tables and forgotten; the command may be interrupted and given again."""
     for _ in range(rng.choice((1, 1, 2))):
         if len(year.world.rows["user"]) > FEW:
             year.world.remove("user", _somebody(year, rng, "user"))
@@ -357,19 +357,19 @@ def forgotten(year, rng):
     kind = type(_somebody(year, rng, "user"))
     users = [key for key in sorted(removed, key=str) if type(key) is kind][:2]
     year.gone = [entry for entry in year.gone if entry[1] not in users]
-    year.world.events = [event for event in year.world.events if event.user not in users]  # that the log had kept
+    year.world.events = [event for event in year.world.events if event.user not in users]  # events that the log kept
     if users:
         year.forget(users, rng.choice((None, rng.randint(1, 40))))
 
 
 def rebuilt(year, rng):
-    """`pools rebuild`, killed or not; what readers see may have been deleted meanwhile."""
+    """`pools rebuild`, possibly interrupted, unless the published run was deleted."""
     if year.oracle.published and not year.oracle.gone:
         year.rebuilt(rng.choice((None, rng.randint(1, 12))))
 
 
 def busy(year, rng):
-    """Somebody else works in the workspace: whatever would write is refused."""
+    """While the lock of the workspace is held, every command that would write is refused."""
     with (year.workspace / "LOCK").open("a") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         for command in (("nightly", "--date", FIRST_DATE), ("runs", "gc"), ("forget", "--user", "nobody")):
@@ -380,7 +380,7 @@ def busy(year, rng):
 DEEDS = [rolled_back, published_by_name, collected, forgotten, forgotten, rebuilt, busy]
 
 
-# ---- input that no night may begin with: what is done to it, and what must be said
+# ---- input that no night may begin with: each damages a table and returns the words of the expected error
 
 
 def _table(year, name: str) -> Path:
@@ -435,10 +435,10 @@ FAULTS = [table_missing, table_cut, table_empty, id_twice, users_of_others]
 
 
 def live(year, number: int, day: datetime.date, happened: list[str]) -> datetime.date:
-    """One day's changes and the night after it; returns the next day. `happened` gets what happened."""
+    """Live through one day's changes and the night after it; returns the next day. Names of events go to `happened`."""
     rng = random.Random(f"{year.seed} {number}")
     date = str(day)
-    if rng.random() > 0.15:  # else nothing changed at all
+    if rng.random() > 0.15:  # otherwise nothing has changed
         events, weights = zip(*EVERY_DAY, strict=True)
         for event in rng.choices(events, weights, k=rng.choice((1, 1, 2, 3))):
             if event(year, rng, date) is not False:
@@ -499,12 +499,12 @@ def interrupted(year, rng, day):
 
 
 def disk_full(year, rng, day):
-    """There is no room for one of its files; somebody makes room, and the same command ends it."""
+    """The disk is full at one of the night's files; after space was freed, the same command finishes the night."""
     year.night(str(day), stop_at=rng.randint(1, 45), full=True)
 
 
 def backfilled(year, rng, day):
-    """An earlier date, skipped or done already with other tables, and then tonight's."""
+    """A night of an earlier date, unless it was done already, and then tonight's."""
     earlier = str(day - DAY * rng.randint(1, 30))
     if not any(run.date == earlier for run in year.oracle.runs.values()):
         year.night(earlier)
@@ -512,7 +512,7 @@ def backfilled(year, rng, day):
 
 
 def filled(year, rng, day):
-    """`backfill` of a few dates, tonight's perhaps among them; now and then published, or interrupted."""
+    """`backfill` of a few dates, tonight's perhaps among them; sometimes published, sometimes interrupted."""
     last = day - DAY * rng.choice((0, 1, 1, 3, 20))
     first = last - DAY * rng.randint(0, 3)
     year.backfill(str(first), str(last), rng.random() < 0.3, rng.choice((None, None, rng.randint(1, 90))))
@@ -520,13 +520,13 @@ def filled(year, rng, day):
 
 
 def future(year, rng, day):
-    """Somebody mistypes the date; the nights up to it are kept beside what is published."""
+    """A night with a mistyped later date, then tonight's, whose run is not published."""
     year.night(str(day + 3 * DAY))
     year.night(str(day))
 
 
 def late(year, rng, day):
-    """Tonight's tables come after the night: they are named, and `--redo` writes what they change."""
+    """Tonight's interactions change after the night: the command says so, and `--redo` writes the run anew."""
     year.night(str(day))
     interactions(year, rng, str(day))
     year.repeated(str(day), "interactions of that date changed since", "--redo")
@@ -534,9 +534,9 @@ def late(year, rng, day):
 
 
 def held(year, rng, day):
-    """A limit that nobody fits: a gate holds the night back. Either it is let through, or the limit is mended.
+    """A prompt limit that no entity fits, so that a gate holds the run back until the gate or the limit is relaxed.
 
-    Everybody is asked: of those whom a budget leaves over nothing fails.
+    `refresh.max_tokens` is off, since entities beyond a budget would be postponed and not fail.
     """
     before = set((year.workspace / "runs").iterdir())
     max_tokens = year.settings["refresh"].pop("max_tokens", None)

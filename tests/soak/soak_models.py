@@ -1,4 +1,4 @@
-"""Two language models as small as can be: real folders, with weights that differ. And the names of two encoders."""
+"""Two tiny language models, as real folders with different weights, and the names of two encoders."""
 
 import shutil
 from pathlib import Path
@@ -11,7 +11,7 @@ ENCODERS = ("encoder_a", "encoder_b")
 
 
 def write_model(folder: Path) -> None:
-    """The bundled model; of another name than the first with other weights."""
+    """Copy the bundled model; every name but the first gets different weights."""
     shutil.copytree(SAMPLE, folder)
     if folder.name != MODELS[0]:
         weights = load_file(folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""What a night must leave, written from README.md and docs/: the oracle knows the tables, not how a night is done."""
+"""The oracle: what each night must leave. It follows README.md and docs/, and knows the tables but not the code."""
 
 import datetime
 import json
@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 from soak_world import SIDES, World
 
 EVIDENCE = "evidence"
-FUTURE_WORD = "zukunft"  # in titles of items that only come later
-NOBODY_FITS = 16  # tokens of a prompt: fewer than the instruction has
+FUTURE_WORD = "zukunft"  # in titles of items that are created after all nights
+NOBODY_FITS = 16  # a max_prompt_tokens that no entity fits: the instruction alone has more
 KNOWLEDGE = {
     "side": "string", "framework": "string", "template": "string", "text": "string", "fields_json": "string",
     "token_ids": "list<element: int32>", "fingerprint": "string", "run_id": "string", "model_id": "string",
@@ -25,27 +25,27 @@ RUN_NAMES = {"knowledge", "features", "quarantine", "plan", "shards", "manifest.
              "_SUCCESS"}  # fmt: skip
 WORKSPACE_NAMES = {"published.json", "published-copy.json", "runs", "pools", "step-costs", "forgotten",
                    "workspace.json", "LOCK"}  # fmt: skip
-Waiting = dict[object, str]  # who is postponed, by reason
+Waiting = dict[object, str]  # postponed entity -> reason
 
 
 def pool_folder(workspace: Path, version: str) -> Path:
-    """Where a version of pools lies; what took its place last, if something did."""
+    """The folder of a pool version: the newest rebuild of it (`<version>@<n>`), otherwise the version itself."""
     later = sorted((workspace / "pools").glob(f"{version}@*"), key=lambda path: (len(path.name), path.name))
     return [workspace / "pools" / version, *later][-1]
 
 
 @dataclass
 class Run:
-    """A finished run, as far as later nights depend on it."""
+    """The facts about a finished run that later nights depend on."""
 
     run_id: str
     settings: str
-    order: int  # of finishing
-    keys: dict[str, dict[object, str]]  # by side and entity: what its text was asked for
+    order: int  # num_commands when the run was finished
+    keys: dict[str, dict[object, str]]  # by side and entity: everything that its text depends on
     encoder: str
     previous: str | None
-    ancestors: tuple[str, ...]  # `previous`, what that was built on, and so on; some may be deleted
-    since: dict[str, dict[object, str]]  # by side: since when they wait who have no text
+    ancestors: tuple[str, ...]  # `previous`, the run it was built on, and so on; some may be deleted
+    since: dict[str, dict[object, str]]  # by side and entity without a text: the date since which it waits
     files: dict[Path, tuple[int, int]] = field(default_factory=dict)
 
     @property
@@ -54,16 +54,16 @@ class Run:
 
 
 class Oracle:
-    """Every finished run of a workspace, and what is to be expected of the next one."""
+    """All finished runs of a workspace, and the expected outcome of the next one."""
 
     def __init__(self, workspace: Path) -> None:
         self.workspace = workspace
         self.runs: dict[str, Run] = {}
         self.held: set[str] = set()
-        self.seen: list[str] = []  # what readers see, and before it what they saw
+        self.seen: list[str] = []  # published runs, latest publication first: readers see the first
         self.rolled_back: set[str] = set()
         self.is_pointer_lost = False
-        self.gone: str | None = None  # what the pointer names though it was deleted
+        self.gone: str | None = None  # the run that the pointer names although it was deleted
         self.unusable_pools: set[str] = set()
         self.fingerprints: dict[str, str] = {}
         self.asked: dict[str, str] = {}
@@ -76,7 +76,7 @@ class Oracle:
         return self.seen[0] if self.seen else None
 
     def publishes(self, date: str, run_id: str | None = None) -> bool:
-        """Whether a night of a date publishes by itself; `run_id`: it was finished before."""
+        """Whether a night of `date` publishes its run by itself. `run_id`: the run, if it was finished before."""
         return run_id not in self.rolled_back and (self.published is None or self.published[:10] <= date)
 
     def publish(self, run_id: str) -> None:
@@ -84,7 +84,7 @@ class Oracle:
         self.rolled_back.discard(run_id)
 
     def mended(self) -> None:
-        """A command has written the pointer anew."""
+        """Note that a command has rewritten the published pointer."""
         self.is_pointer_lost, self.gone = False, None
 
     def take_back(self) -> str:
@@ -93,7 +93,7 @@ class Oracle:
 
     @property
     def not_built_on(self) -> set[str]:
-        """What was taken back, and what was built on it that readers never saw."""
+        """Runs that were rolled back, and the runs built on them that were never published."""
         run_ids = set(self.rolled_back)
         for run in sorted(self.runs.values(), key=lambda run: run.order):
             chain = [*takewhile(lambda run_id: run_id not in self.seen, (run.run_id, *run.ancestors))]
@@ -101,28 +101,28 @@ class Oracle:
         return run_ids
 
     def run_of(self, date: str, settings: str) -> Run | None:
-        """The newest finished run of a date and settings, unless its date would be done anew."""
+        """The newest finished run of a date and settings, or None if a night would write that date anew."""
         there = [run for run in self.runs.values() if (run.date, run.settings) == (date, settings)]
         newest = max(there, key=lambda run: run.order, default=None)
         return None if newest and newest.run_id in self.not_built_on - self.rolled_back else newest
 
     def previous(self, date: str, settings: str) -> Run | None:
-        """The newest finished run that is not of a later date, but none that is not built on.
+        """The run that a night of `date` builds on: the newest usable run that is not later.
 
-        Of one date's it is that of the same settings, or the last.
+        Among runs of one date, the run with the same settings is preferred, then the one that was finished last.
         """
         older = [run for run in self.runs.values() if run.date <= date and run.run_id not in self.not_built_on]
         return max(older, key=lambda run: (run.date, run.settings == settings, run.order), default=None)
 
     def refused(self, world: World, side: str, key: object, limit: int) -> str | None:
-        """Why an entity cannot be asked about."""
+        """The reason why no prompt can be made for an entity, or None."""
         row = world.rows[side][key]
         if side == "item" and not row["title"].strip():
             return "no-title"
         return "too-long" if limit == NOBODY_FITS or len(str(row.get("note") or "")) > 6 * limit else None
 
     def asked_for(self, world: World, side: str, key: object, date: str, settings: dict, templates: dict) -> str:
-        """All that decides a text: the template and what it shows as of the date, the model, settings of decoding."""
+        """Everything that decides a text: the template, the data it shows, the model, and decoding settings."""
         template = templates[settings["knowledge"][f"{side}_template"]]
         row = world.rows[side][key]
         shown = _shown(row, world.columns[side])
@@ -137,11 +137,11 @@ class Oracle:
                 events.append([item["title"].strip(), rating, [pair for pair in of_item if pair[0] != "title"]])
         decoding = {name: settings["decoding"].get(name) for name in ("model", "verifier", "max_new_tokens")}
         limit = settings["knowledge"]["max_prompt_tokens"]
-        is_rated = side == "user" and world.rating_type is not None  # a template's lines go by it
+        is_rated = side == "user" and world.rating_type is not None  # the lines of the template depend on it
         return json.dumps([side, template, is_rated, limit, decoding, shown, events], sort_keys=True)
 
     def pools_to_use(self, date: str, min_support: int) -> str | None:
-        """The date of the pools that a run may draft from: the current ones, or the newest that are not later."""
+        """The version of the pools that a night may draft from: the current one, or the newest that is not later."""
         pointer = self.workspace / "pools" / "CURRENT"
         there = {path.name.partition("@")[0] for path in (self.workspace / "pools").glob("2*") if path.is_dir()}
         version = pointer.read_text().strip() if pointer.exists() else None
@@ -153,7 +153,7 @@ class Oracle:
         return self._usable(version, min_support)
 
     def pools_of(self, run_id: str, min_support: int) -> str | None:
-        """Those of a run, where they can be used."""
+        """The pools of a run, if they can be used."""
         return self._usable(run_id if pool_folder(self.workspace, run_id).is_dir() else None, min_support)
 
     def _usable(self, version: str | None, min_support: int) -> str | None:
@@ -162,12 +162,12 @@ class Oracle:
         return version
 
     def check(self, year, summary: dict, previous: Run | None, pools: str | None, force: bool, is_whole: bool) -> Run:
-        """Everything that a night must have left in its folder.
+        """Check everything that a night must have left in its folder; returns and remembers the run.
 
         Parameters
         ----------
-        previous, pools : the run and the pools that it began with.
-        is_whole : it was done by one command, so that it is known which pools it drafted from.
+        previous, pools : the run that it built on, and the version of the pools that it may draft from.
+        is_whole : one command wrote it, so its pools are known.
         """
         date = summary["run_id"][:10]
         world, settings, templates = year.world, year.settings, year.templates
@@ -227,9 +227,9 @@ class Oracle:
     def _waiting(self, year, run: Path, side: str, date: str, fingerprints: dict[object, str], carried: set,
                  without_title: set, previous: Run | None,
                  force: bool) -> tuple[Waiting, dict[object, str]]:  # fmt: skip
-        """Who is postponed, and those without a text since when (docs/nights.md, "Which texts are rewritten tonight").
+        """Postponed entities by reason, and the date since which those without a text wait.
 
-        Who is beyond a budget is read from the run; that they are those of the lowest scores is checked.
+        docs/nights.md, "Which texts are rewritten tonight". Entities beyond the budget must have the lowest scores.
         """
         policy, world = {"min_interactions": 0, "min_new_interactions": 0} | year.settings["refresh"], year.world
         path = run / "postponed" / f"{side}.parquet"
@@ -268,7 +268,7 @@ class Oracle:
         return waiting, {key: known[key] for key in waiting if key not in texts}
 
     def _came_to_nothing(self, run: Path, side: str, fingerprints: set) -> dict[object, str]:
-        """Those whose text is empty: a model may end at once."""
+        """Entities whose text is empty: a model may end at once."""
         rows = pq.read_table(run / "quarantine" / f"{side}.parquet").to_pylist()
         empty = [row for row in rows if row["reason"].startswith("unparsable") and not row["text"].strip()]
         return {row["entity_id"]: "unparsable" for row in empty if row["entity_id"] in fingerprints}
@@ -291,7 +291,7 @@ class Oracle:
         return rows
 
     def _check_fingerprint(self, expected: str, fingerprint: str) -> None:
-        """Equal ones for what is asked alike, others for anything else."""
+        """Check that entities have the same fingerprint exactly when their texts depend on the same things."""
         assert self.fingerprints.setdefault(expected, fingerprint) == fingerprint, f"another fingerprint for {expected}"
         assert self.asked.setdefault(fingerprint, expected) == expected, f"one fingerprint for {expected} and another"
 
@@ -312,7 +312,7 @@ class Oracle:
             assert version is None, (key, version)
 
     def _check_carried(self, run, previous, side, rows, settings, carried, stale) -> None:
-        """A text that was not written is the same in all but `is_stale`, and so is its vector and its cluster."""
+        """A text that was not written again is unchanged except for `is_stale`, and so are its vector and clusters."""
         features = {row[f"{side}_id"]: row for row in pq.read_table(run / "features" / side).to_pylist()}
         assert {key: (row["run_id"], row["fingerprint"]) for key, row in features.items()} == {
             key: (row["run_id"], row["fingerprint"]) for key, row in rows.items()
@@ -344,13 +344,13 @@ class Oracle:
         return json.dumps(settings["encoding"]["encoder"])
 
     def check_pointers(self, run: Run, keep_versions: int, is_new: bool) -> None:
-        """After a night: what readers see, what the next one drafts from, and what there is of pools."""
+        """Check after a night: the published run, the current pools, and the number of pool versions."""
         self.mended()
         self.check_published()
         pools = self.workspace / "pools"
         if is_new:
             for side in SIDES:
-                built = [path for path in pools.glob(f"{run.run_id}*/{side}") if path.is_dir()]  # `@2`: built again
+                built = [path for path in pools.glob(f"{run.run_id}*/{side}") if path.is_dir()]  # `@2`: a rebuild
                 assert bool(built) == bool(run.keys[side]), (run.run_id, side)
         if is_new and self.published == run.run_id:
             assert (pools / "CURRENT").read_text().strip() == run.run_id
@@ -360,7 +360,7 @@ class Oracle:
         self.check_no_leftovers()
 
     def check_published(self) -> None:
-        """Readers see the run that they must see, and it is whole; unless nothing has mended the pointer yet."""
+        """Check that the expected run is published and complete, unless the pointer is lost and not yet rewritten."""
         if self.published is None or self.is_pointer_lost or self.gone:
             return
         pointer = json.loads((self.workspace / "published.json").read_text())
@@ -373,21 +373,21 @@ class Oracle:
         assert not left, left
 
     def check_unchanged(self, newest: int | None = None) -> None:
-        """Files of finished runs are as they were."""
+        """Check that the files of finished runs are unchanged."""
         for run in list(self.runs.values())[-newest if newest else None :]:
             assert contents(self.workspace / "runs" / run.run_id) == run.files, f"{run.run_id} was changed"
 
     def forget(self, run_id: str) -> None:
-        """A run was deleted by hand."""
+        """Note that a run was deleted by hand."""
         del self.runs[run_id]
         self.seen = [other for other in self.seen if other != run_id]
 
     def kept_by_gc(self, keep: int) -> set[str]:
-        """What `runs gc --keep N` must leave."""
+        """The runs that `runs gc --keep N` must leave."""
         done = sorted({*self.runs, *self.held})
         usable = [run for run in self.runs.values() if run.run_id not in self.not_built_on]
         newest = max((run.date for run in usable), default=None)  # the next night builds on one of these
-        seen, built_on = self.seen[:1], None  # what readers would see after a rollback
+        seen, built_on = self.seen[:1], None  # runs that readers see now or after a rollback
         if self.published and not self.gone:
             seen, built_on = self.seen[:2], self.runs[self.published].previous
         needed = {*done[-keep:], *seen, built_on, *(run.run_id for run in usable if run.date == newest)}

@@ -1,4 +1,4 @@
-"""The tables of a small shop as their owner knows them, and how they come to be written: types, files, order."""
+"""The tables of a small shop in memory, and how they are written: types, files, order of rows."""
 
 import datetime
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ RATING_TYPES = (pa.float64(), pa.int64(), pa.float32())
 
 @dataclass(frozen=True)
 class Event:
-    """A user rated an item, at a second of a day; no two at once."""
+    """A user's rating of an item. No two events have the same second of a day."""
 
     user: object
     item: object
@@ -29,52 +29,52 @@ class Event:
 
 @dataclass
 class World:
-    """Users, items and what happened between them."""
+    """Users, items and their interactions."""
 
-    columns: dict[str, dict[str, pa.DataType]]  # by side, attribute -> its type in the file; the order is the file's
-    rows: dict[str, dict[object, dict]]  # by side and id: values, and `created_at`, a day
+    columns: dict[str, dict[str, pa.DataType]]  # by side: attribute -> its type in the file, in the file's column order
+    rows: dict[str, dict[object, dict]]  # by side and id: attributes, and `created_at`, a day
     events: list[Event] = field(default_factory=list)
     time_type: pa.DataType = TIME_TYPES[0]
-    rating_type: pa.DataType | None = RATING_TYPES[0]  # None: no such column
+    rating_type: pa.DataType | None = RATING_TYPES[0]  # None: there is no such column
     num_files: int = 1  # of each table
     is_reversed: bool = False  # the order of the rows
 
     def known(self, side: str, date: str) -> dict[object, dict]:
-        """Who was there at the end of a day."""
+        """The entities of a side that exist at the end of a day."""
         return {key: row for key, row in self.rows[side].items() if row["created_at"] <= date}
 
     def history(self, user: object, date: str) -> list[Event]:
-        """What a user had done by the end of a day with items that were there, oldest first."""
+        """The events of a user up to the end of a day, oldest first, with items that existed by then."""
         items = self.known("item", date)
         seen = [event for event in self.events if event.user == user and event.day <= date and event.item in items]
         return sorted(seen, key=lambda event: (event.day, event.second))
 
     def num_interactions(self, side: str, key: object, date: str) -> int:
-        """Of a user or an item, by the end of a day."""
+        """The number of interactions of a user or an item up to the end of a day."""
         if side == "user":
             return len(self.history(key, date))
         users = self.known("user", date)
         return sum(event.item == key and event.day <= date and event.user in users for event in self.events)
 
     def left_behind(self) -> list[Event]:
-        """What was done by or with those who are in no table any more."""
+        """The events whose user or item is in no table any more."""
         rows = self.rows
         return [event for event in self.events if event.user not in rows["user"] or event.item not in rows["item"]]
 
     def remove(self, side: str, key: object) -> tuple[dict, list[Event]]:
-        """Take somebody out with all that they did; gives what `restore` wants."""
+        """Remove an entity and its events; returns the arguments that `restore` takes."""
         removed = [event for event in self.events if getattr(event, side) == key]
         self.events = [event for event in self.events if getattr(event, side) != key]
         return self.rows[side].pop(key), removed
 
     def restore(self, side: str, key: object, row: dict, events: list[Event]) -> None:
-        """Put somebody back, with what they did together with those who are there."""
+        """Put an entity back, with those of its events whose user and item both exist."""
         self.rows[side][key] = row
         there = [event for event in events if event.user in self.rows["user"] and event.item in self.rows["item"]]
         self.events += there
 
     def write(self, folder: Path) -> None:
-        """The three tables, in place of those that are there."""
+        """Write the three tables in place of the earlier ones."""
         folder.mkdir(exist_ok=True)
         for old in sorted(folder.rglob("*"), reverse=True):
             old.rmdir() if old.is_dir() else old.unlink()
@@ -90,7 +90,7 @@ class World:
             "user_id": pa.array([event.user for event in events]),
             "item_id": pa.array([event.item for event in events]),
             "timestamp": self._times([(event.day, event.second) for event in events]),
-            "device": pa.array(["phone"] * len(events)),  # which nobody reads
+            "device": pa.array(["phone"] * len(events)),  # a column that nothing reads
         }
         if self.rating_type is not None:
             made["rating"] = _array([event.rating for event in events], self.rating_type)

@@ -1,10 +1,10 @@
-"""A simulated year of ordinary nights by the command line, each judged by the oracle.
+"""A simulated year of ordinary nights by the command line, each checked by the oracle.
 
     python tests/soak/year.py --nights 365 --json year.json
 
-Nights are real but for two things: texts are written in this process instead of by Ray's actors, and the models are
-tiny. So models that workers would take with them stay with this process: its memory grows by some MB a night that
-writes, and not by one that does not. What happens on a day is drawn from the seed and the day alone.
+Nights are real except that texts are written in this process instead of by Ray's actors, and that the models are tiny.
+Models stay in this process, so its memory grows by some MB with each night that writes, and not with others. The events
+of a day are drawn from the seed and the day alone.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from laserbatch.retrieval_pools.settings import KEEP_VERSIONS
 
 HISTORY = {"columns": [], "line": "- {rating}: {title}", "line_unrated": "- {title}"}
 INSTRUCTION = (
-    "Describe whom, or what, the following is about: what is liked, and what is avoided."  # 16 tokens and more
+    "Describe whom, or what, the following is about: what is liked, and what is avoided."  # at least 16 tokens
 )
 HEAD = {"version": 1, "framework": "kar", "parser": "free", "instruction": INSTRUCTION}
 TEMPLATES = {
@@ -56,12 +56,12 @@ TEMPLATES = {
 }
 DEFAULTS = yaml.safe_load((Path(__file__).resolve().parents[2] / "configs" / "default.yaml").read_text())
 FIRST_DAY = datetime.date(2025, 3, 1)
-LATER = ("2027-06-01", "2027-06-02", "2027-06-03", "2027-06-04")  # after every night: what CTR models are judged on
+LATER = ("2027-06-01", "2027-06-02", "2027-06-03", "2027-06-04")  # after all nights, for judging CTR models
 
 
 @dataclass(frozen=True)
 class Done:
-    """What a command left."""
+    """The exit code and the output of a command."""
 
     code: int
     out: str
@@ -69,7 +69,7 @@ class Done:
 
 
 def first_world() -> World:
-    """Eight users and six items; two of them were there before any item. One item comes after the year."""
+    """Eight users and six items. Two users exist before any item; another item is created after the year."""
     world = World(
         {"user": {"mood": WORD_TYPES[0], "age": NUMBER_TYPES[0]},
          "item": {"title": WORD_TYPES[0], "category": PATH_TYPES[0], "pages": NUMBER_TYPES[0]}},
@@ -93,14 +93,14 @@ def first_world() -> World:
 
 
 class Year:
-    """A workspace, the world that it writes about, its configuration, and the oracle."""
+    """A workspace with its tables, its configuration and its oracle."""
 
     def __init__(self, folder: Path, seed: int = 0) -> None:
         self.folder, self.seed = folder, seed
         self.workspace = folder / "workspace"
         self.world, self.oracle = first_world(), Oracle(self.workspace)
         self.templates = TEMPLATES
-        self.gone: list[tuple[str, object, dict, list[Event]]] = []  # side, id, row and events of who was removed
+        self.gone: list[tuple[str, object, dict, list[Event]]] = []  # side, id, row and events of removed entities
         self.num_written, self.num_commands, self.counts = 0, 0, Counter()
         self.num_replaces = 40
         (folder / "prompts").mkdir()
@@ -129,9 +129,9 @@ class Year:
         }  # fmt: skip
 
     def settings_key(self) -> str:
-        """What a run's folder is named after, beside its date."""
+        """The settings that decide the name of a run's folder, besides its date."""
         named = {key: value for key, value in self.settings.items() if key not in ("workspace", "gates")}
-        for section, values in named.items():  # who writes a default down says nothing
+        for section, values in named.items():  # a default that is written down changes nothing
             named[section] = DEFAULTS[section] | values
         return json.dumps(named, sort_keys=True)
 
@@ -157,13 +157,13 @@ class Year:
     def done(
         self, *arguments: str, stop_at: int | None = None, between=None, full: bool = False
     ) -> tuple[dict, str, bool]:
-        """A command that ends well: its summary, what it said, and whether it needed no second one.
+        """Run a command that must succeed; returns its summary, its output, and whether it was not interrupted.
 
         Parameters
         ----------
-        stop_at : the write at which it is interrupted; the same command then ends it.
-        between : what is done to the workspace after an interruption.
-        full : there is no room on the disk for that write, instead of a Ctrl-C.
+        stop_at : the write at which it is interrupted; the same command then finishes the work.
+        between : a change of the workspace between the interruption and the second command.
+        full : that write fails because the disk is full, instead of by Ctrl-C.
         """
         is_whole = True
         if stop_at is not None:
@@ -181,7 +181,7 @@ class Year:
         return json.loads(done.out), done.output, is_whole
 
     def night(self, date: str, *options: str, **stop) -> str:
-        """One night and its judgement; returns the run's id. `stop` is what `done` takes."""
+        """Run one night and check it; returns the run's id. `stop` are options of `done`."""
         oracle, settings = self.oracle, self.settings_key()
         is_again = oracle.run_of(date, settings) is not None
         options += ("--redo",) if is_again and not options else ()
@@ -203,7 +203,7 @@ class Year:
         return run_id
 
     def backfill(self, first: str, last: str, publish: bool, stop_at: int | None = None) -> None:
-        """A range of nights, each from the one before it; finished ones stay as they are, readers see none of them."""
+        """`backfill`: each night builds on the one before it; finished runs are not changed."""
         oracle, settings, before = self.oracle, self.settings_key(), None
         options = ("backfill", "--from", first, "--to", last, *(("--publish",) if publish else ()))
         printed, _, is_whole = self.done(*options, stop_at=stop_at)
@@ -229,17 +229,17 @@ class Year:
         oracle.check_pointers(before, KEEP_VERSIONS + 1, is_new)
 
     def summary_of(self, run_id: str) -> dict:
-        """A run's counts as a night's summary has them."""
+        """A run's counts in the form of a night's summary."""
         sides = json.loads((self.workspace / "runs" / run_id / "manifest.json").read_text())["sides"]
         return {"run_id": run_id, **{f"{side}s": figures for side, figures in sides.items()}}
 
     def texts(self, run_id: str, side: str) -> dict[object, dict]:
-        """A run's knowledge of a side."""
+        """A run's knowledge rows of a side, by entity."""
         table = pq.read_table(self.workspace / "runs" / run_id / "knowledge" / side)
         return {row["entity_id"]: row for row in table.to_pylist()}
 
     def forget(self, users: list, stop_at: int | None) -> None:
-        """Users who are no longer in the tables leave every run; everybody else's rows stay as they are."""
+        """`forget` removes users who are no longer in the tables from every run; all other rows are unchanged."""
         oracle, ids = self.oracle, [part for user in users for part in ("--user", str(user))]
         before = {run_id: {side: self.texts(run_id, side) for side in ("user", "item")} for run_id in oracle.runs}
         printed, _, _ = self.done("forget", *ids, stop_at=stop_at)
@@ -248,7 +248,7 @@ class Year:
             folder = self.workspace / "runs" / run_id
             assert (folder / "_SUCCESS").exists()
             for known in (run.keys["user"], run.since["user"], before[run_id]["user"]):
-                for key in [key for key in known if str(key) in map(str, users)]:  # ids were of another type, perhaps
+                for key in [key for key in known if str(key) in map(str, users)]:  # ids may have been of another type
                     del known[key]
             assert {side: self.texts(run_id, side) for side in ("user", "item")} == before[run_id], run_id
             features = {row["user_id"] for row in pq.read_table(folder / "features" / "user").to_pylist()}
@@ -259,7 +259,7 @@ class Year:
         oracle.check_no_leftovers()
 
     def collected(self, keep: int) -> None:
-        """`runs gc`: so many of the newest stay, and whatever is needed."""
+        """`runs gc` keeps the `keep` newest runs and every run that is needed."""
         retained = self.oracle.kept_by_gc(keep)
         printed, _, _ = self.done("runs", "gc", "--keep", str(keep))
         there = {path.name for path in (self.workspace / "runs").iterdir()}
@@ -270,24 +270,24 @@ class Year:
         self.oracle.check_published()
 
     def rebuilt(self, stop_at: int | None) -> None:
-        """`pools rebuild`, perhaps killed and given again: the next night drafts from what readers see."""
+        """`pools rebuild`, possibly interrupted: the next night drafts from the published run's pools."""
         oracle, run_id = self.oracle, self.oracle.published
         self.done("pools", "rebuild", "--run", run_id, stop_at=stop_at)
         assert (self.workspace / "pools" / "CURRENT").read_text().strip() == run_id
         for side in ("user", "item"):
             is_there = (pool_folder(self.workspace, run_id) / side).is_dir()
             assert is_there == bool(oracle.runs[run_id].keys[side]), run_id
-        oracle.unusable_pools.discard(run_id)  # what a killed builder left the next night removes
+        oracle.unusable_pools.discard(run_id)  # the next night removes the remains of an interrupted build
 
     def planned(self, date: str) -> dict:
-        """`nightly --dry-run`: it touches nothing."""
+        """`nightly --dry-run` changes no file."""
         before = contents(self.workspace)
         plan, _, _ = self.done("nightly", "--date", date, "--dry-run")
         assert contents(self.workspace) == before
         return plan
 
     def compared(self, run_id: str) -> None:
-        """`runs diff` with the run that a run was built on counts what their texts say."""
+        """`runs diff` with the previous run counts the differences of their texts."""
         previous = self.oracle.runs[run_id].previous
         if previous not in self.oracle.runs:
             return
@@ -300,7 +300,7 @@ class Year:
             assert sum(diff[f"{side}s"]["reasons"].values()) == changed
 
     def refused(self, date: str, code: int, *words: str, writes_tables: bool = True) -> None:
-        """A night that must not happen: its exit code, what it says, and that nothing was touched."""
+        """A night that must be refused: check its exit code, its error, and that no file was changed."""
         before = contents(self.workspace) if self.workspace.exists() else {}
         done = self.command("nightly", "--date", date, writes_tables=writes_tables)
         assert done.code == code, f"{date}: exit code {done.code}, expected {code}\n{done.output}"
@@ -312,7 +312,7 @@ class Year:
         assert now == before, f"a refused night touched {now.items() ^ before.items()}"
 
     def held(self, date: str, before: set[Path]) -> None:
-        """A night that a gate holds back: it is done, says how to let it through, and nobody sees it."""
+        """A night whose run a gate holds back: it is not published, and the error says how to publish it."""
         done = self.command("nightly", "--date", date)
         printed = json.loads(done.out)
         assert done.code == printed["exit_code"] == 4 and printed["kind"] == "RunHeld", (done.code, done.output)
@@ -325,7 +325,7 @@ class Year:
         self.oracle.check_published()
 
     def repeated(self, date: str, *words: str) -> None:
-        """The same command again: nothing is to be done, and nothing is touched."""
+        """The same command for a finished night writes nothing."""
         before = contents(self.workspace / "runs")
         done = self.command("nightly", "--date", date)
         assert done.code == 0 and all(word in done.output for word in ("finished already", *words)), done
@@ -338,12 +338,12 @@ class Year:
 
 
 def run_year(folder: Path, num_nights: int, seed: int = 0, tell=lambda line: None) -> dict:
-    """Live through so many nights; returns what came of them. The first that is not as it must be ends it."""
+    """Run `num_nights` nights; returns the result. The first failed check ends the year."""
     started_s, year, nights = time.perf_counter(), None, []
     result = {"nights": num_nights, "as_they_must_be": 0, "failed": None}
     with pytest.MonkeyPatch.context() as patched:
         write_here(patched)
-        patched.setattr(os, "fsync", lambda descriptor: None)  # the machine does not lose its power meanwhile
+        patched.setattr(os, "fsync", lambda descriptor: None)  # no power is lost meanwhile, so syncs are not needed
         year = Year(folder, seed)
         day = FIRST_DAY
         for number in range(num_nights):
