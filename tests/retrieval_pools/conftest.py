@@ -1,4 +1,4 @@
-"""A disk that fills up, for what must survive it."""
+"""A disk that fills up, for code that must survive it."""
 
 import subprocess
 

@@ -1,4 +1,4 @@
-"""Drafts whose options are given by their names."""
+"""The draft functions, with draft options as keyword arguments."""
 
 from laserbatch.retrieval_pools import draft as drafting
 from laserbatch.retrieval_pools.draft import UNLIMITED_DEPTH, Draft, DraftOptions, Drafts

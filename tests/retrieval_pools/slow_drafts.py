@@ -1,7 +1,7 @@
-"""Drafting, said slowly: the same drafts as the compiled query, by looking at every position of every text.
+"""The slow reference of drafting: the same drafts as the compiled query, by looking at every position of every text.
 
-No index, no sampling, no heap: a pool is a list of texts, an occurrence is a (text, position), the frontier is a sorted
-list. The tests hold `draft` to this, and a reader may start here.
+It has no index, no sampling and no heap. A pool is a list of texts, an occurrence is a (text, position), the frontier
+is a sorted list. The tests compare `draft` with this, and a reader may start here.
 """
 
 import math
@@ -28,7 +28,7 @@ from laserbatch.retrieval_pools.index.pool import DEFAULT_POOL_ESCAPE
 from laserbatch.retrieval_pools.settings import DraftSettings
 from laserbatch.retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
 
-START = END = -1  # stands before and behind every text
+START = END = -1  # placed before and after every text
 MIN_ACCEPTANCE = 1 / 2048
 MIN_SHARE_LEFT = 1 / 32
 NUM_LOCAL_POSITIONS = 16
@@ -40,7 +40,7 @@ NGrams = set[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class ReferenceText:
-    """One text of the pool: START, its tokens, END. `entity` is whose it is, for `min_support`."""
+    """One text of the pool: START, its tokens, END. `entity`: the entity that it is about, for `min_support`."""
 
     tokens: Tokens
     group: str
@@ -48,7 +48,7 @@ class ReferenceText:
 
 
 class Place(NamedTuple):
-    """The place of a next token, `text[at]`, and its weight."""
+    """The position `text[at]` of a next token, and its weight."""
 
     text: Tokens
     at: int
@@ -62,9 +62,9 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Level:
-    """One who is asked what comes next: `source`, having seen the last `length` tokens of the context at `places`.
+    """A predictor of the next token: the places of a source that follow the last `length` tokens of the context.
 
-    `drafted` are the n-grams that may be drafted; None: all.
+    `drafted`: the n-grams that may be drafted; None: all.
     """
 
     source: int
@@ -75,22 +75,22 @@ class Level:
     drafted: NGrams | None = None
 
     def may_draft(self, place: Place) -> bool:
-        """Whether enough entities have what was matched, with the path so far, and the token at a place."""
+        """Whether enough entities have the n-gram of the matched context, the path so far, and the token at a place."""
         return self.drafted is None or tuple(place.text[place.at - self.length : place.at + 1]) in self.drafted
 
     def has_next(self) -> bool:
-        """Whether anything may be drafted."""
+        """Whether any token may be drafted."""
         return any(self.may_draft(place) for place in self.places)
 
     def by_token(self) -> dict[int, list[Place]]:
-        """The places by the token that stands there."""
+        """The places, grouped by their token."""
         places: dict[int, list[Place]] = {}
         for place in self.places:
             places.setdefault(place.token, []).append(place)
         return places
 
     def after(self, token: int) -> "Level":
-        """Who is left to ask when the next token is `token`."""
+        """The level after `token` was appended to the path: the places that continue with it, one position further."""
         deeper = [p._replace(at=p.at + 1) for p in self.places if p.token == token and p.at + 1 < len(p.text)]
         if self.length + 1 >= self.max_depth:
             deeper = []
@@ -99,7 +99,7 @@ class Level:
 
 @dataclass(frozen=True)
 class TokenKinds:
-    """What the kind of a token is by: the latest tokens of prompt and output, and how often each is in the pool."""
+    """What a token's kind depends on: the latest tokens of prompt and output, and the pool's token counts."""
 
     prompt: Tokens
     output: Tokens
@@ -107,19 +107,19 @@ class TokenKinds:
 
     @classmethod
     def of(cls, texts: Sequence[ReferenceText], prompt: Tokens, output: Tokens) -> "TokenKinds":
-        """Of a pool, all of it, and a sequence."""
+        """Collect the counts of the pool's texts and the latest tokens of a sequence."""
         occurrences = Counter(token for text in texts for token in (*text.tokens, END))
         return cls(prompt[-NUM_OWN_TOKENS:], output[-NUM_OWN_TOKENS:], occurrences)
 
     def kind(self, token: int) -> int:
-        """See `drafting.estimate`; without its place."""
+        """The kind of a token, without its place in the tree; see `drafting.estimate`."""
         stands_in = IN_PROMPT * (token in self.prompt) + IN_OUTPUT * (token in self.output)
         return token_kind(stands_in, self.num_occurrences[token], self.num_occurrences.total())
 
 
 @dataclass(frozen=True)
 class ReferenceNode:
-    """A drafted token; the fields of `query.Draft`, with the probability itself."""
+    """A drafted token: the fields of a `Draft`, with the probability in place of its logarithm."""
 
     token_id: int
     parent: int
@@ -131,7 +131,7 @@ class ReferenceNode:
 
 @dataclass(frozen=True)
 class _Path:
-    """A path on the frontier; sorted as it is drafted."""
+    """A path on the frontier. `order` is the order in which paths are drafted."""
 
     probability: float
     token: int
@@ -145,7 +145,7 @@ class _Path:
         return (-self.probability, self.token, self.parent)
 
     def drafted(self) -> ReferenceNode:
-        """Its last token as it is drafted."""
+        """The node of the path's last token."""
         own = self.source, self.relative_count, self.kind
         return ReferenceNode(self.token, self.parent, self.probability, *own)
 
@@ -166,20 +166,20 @@ def draft_reference(
     max_depth: int = 64,
     curves: np.ndarray = IDENTITY_CURVES,
 ) -> list[ReferenceNode]:
-    """What `draft` gives, with every occurrence counted. Texts are given without START and END.
+    """The result of `draft`, computed from every occurrence. Texts are given without START and END.
 
-    The frontier keeps no more paths than may still be drafted; the last of a full one says what is not worth asking
-    for.
+    The frontier keeps at most as many paths as nodes may still be drafted. When it is full, paths less probable than
+    its last one are skipped.
     """
     min_acceptance = max(min_acceptance, MIN_ACCEPTANCE)
     context = [START, *output]
-    own_texts = {  # of equally long contexts the first is asked first
+    own_texts = {  # the order of levels of equal length
         SOURCE_PREVIOUS: [START, *previous, END] if use_previous and previous else [],
         SOURCE_OUTPUT: output if use_output else [],
         SOURCE_PROMPT: prompt if use_prompt else [],
     }
     levels = all_levels(texts, settings, context, own_texts, group)
-    is_first = not output and not (use_previous and previous)  # it is drafted as if nothing were in the prompt
+    is_first = not output and not (use_previous and previous)  # such a draft ignores which tokens are in the prompt
     kinds = TokenKinds.of(texts, prompt if use_prompt and not is_first else [], output if use_output else [])
     nodes: list[ReferenceNode] = []
     frontier: list[_Path] = []
@@ -204,8 +204,8 @@ def draft_reference(
 
 
 def best_chain(nodes: Sequence[ReferenceNode]) -> tuple[Tokens, float]:
-    """Of all paths of a tree the one that is worth most, and what it is worth: each of its tokens as often as the whole
-    path to it is right, and half of what the one before it would be.
+    """The path of a tree with the highest worth, and its worth: the sum over its tokens of the probability of the path
+    to the token, halved with each token after the first.
     """
     best: tuple[Tokens, float] = [], 0.0
     for node in nodes:
@@ -227,16 +227,16 @@ def next_paths(
     kinds: TokenKinds,
     curves: np.ndarray,
 ) -> Iterator[_Path]:
-    """The paths that are one token longer than a parent's: every level takes its share of what is left."""
+    """The extensions of a path by one token: each level, longest first, takes a share of what the others left."""
     shares: dict[int, Counter[int]] = {}  # token -> source -> share
-    seen: dict[int, int] = {}  # token -> how often the longest context was seen that knows it
+    seen: dict[int, int] = {}  # token -> number of occurrences of the longest context that predicts it
     if probability < least_acceptance:
         return
     left = 1.0
     for level in levels:
         if left < MIN_SHARE_LEFT:
             break
-        num_seen = len(level.places)  # the evidence; a preferred group does not make it more
+        num_seen = len(level.places)  # the evidence; weights of groups do not change it
         if num_seen == 0:
             continue
         by_token = level.by_token()
@@ -261,7 +261,7 @@ def next_paths(
 
 
 def node_kind(of_token: int, num_seen: int, depth: int) -> int:
-    """The kind of a node by its token's, how often the longest context was seen that knows the token, and its depth."""
+    """The kind of a node: its token's kind, how often the context that predicts it occurs, and its depth."""
     seen, deep = (sum(n >= edge for edge in edges) for n, edges in ((num_seen, SEEN_EDGES), (depth, DEPTH_EDGES)))
     return of_token * NUM_PLACES + seen * NUM_DEPTHS + deep
 
@@ -280,7 +280,7 @@ def token_kind(stands_in: int, num_occurrences: int, num_positions: int) -> int:
 
 
 def acceptance(curve: np.ndarray, relative_count: float) -> float:
-    """A curve, given at COUNT_KNOTS: linear between them, to the origin below them."""
+    """A curve with values at COUNT_KNOTS: linear between them, and below the first knot to the origin."""
     x, knots, values = np.float64(np.float32(relative_count)), COUNT_KNOTS.astype(float), curve.astype(float)
     return float(values[0] * (x / knots[0])) if x < knots[0] else float(np.interp(x, knots, values))
 
@@ -292,7 +292,7 @@ def all_levels(
     own_texts: dict[int, Tokens],
     group: str | None,
 ) -> list[Level]:
-    """Levels of the own texts, which are given by source, and of the pool: longest first, the pool's last of equals."""
+    """The levels of the own texts (by source) and of the pool, longest first; among equals the pool's are last."""
     levels = []
     for source, text in own_texts.items():
         escape = settings.previous_escape if source == SOURCE_PREVIOUS else settings.local_escape
@@ -304,7 +304,7 @@ def all_levels(
 def pool_levels(
     texts: Sequence[ReferenceText], settings: DraftSettings, context: Tokens, group: str | None
 ) -> list[Level]:
-    """The longest context that the pool can continue, then shorter ones seen twice as often as the last one taken."""
+    """The longest context that the pool can continue, then shorter ones that occur twice as often as the last one."""
     drafted = supported_ngrams(texts, settings)
     escape = settings.pool_escape_per_token or DEFAULT_POOL_ESCAPE
     of_length: dict[int, Level] = {}
@@ -324,7 +324,7 @@ def pool_levels(
 
 
 def supported_ngrams(texts: Sequence[ReferenceText], settings: DraftSettings) -> NGrams | None:
-    """The n-grams in texts of at least `min_support` entities, START and END being tokens; None when that is all."""
+    """The n-grams in texts of at least `min_support` entities, with START and END as tokens; None if that is all."""
     if settings.min_support == 1:
         return None
     entities: dict[tuple[int, ...], set[str | int]] = {}

@@ -1,10 +1,10 @@
-"""The router's rule for one entity, slowly: what the columns of `Router.routes` are held to."""
+"""The slow reference of `Router.routes`: the routing rule for one entity at a time."""
 
 from laserbatch.retrieval_pools.routing.router import GLOBAL_GROUP, Route, random_group
 
 
 def route(router, entity_id, attributes, num_interactions):
-    """Group of one entity, known or not, by its values by column and its interactions now."""
+    """The route of one entity, from its attribute values by column and its current number of interactions."""
     scheme = router.settings.scheme
     if scheme == "random":
         return Route(random_group(entity_id, router.num_groups, router.seed), "random")

@@ -1,4 +1,4 @@
-"""Arrays by their addresses: read and written as the array that lies there, in the memory of drafts too."""
+"""Arrays by address are read and written like the arrays at that address, also in the memory of drafts."""
 
 import numpy as np
 from numba import njit
@@ -10,7 +10,7 @@ from laserbatch.retrieval_pools.drafting.state import SCRATCH
 @njit(_nrt=False)
 def move(numbers, values, k, moved):
     table = int32s_at(numbers, (3, 4))
-    row = table[k]  # an array of the same kind
+    row = table[k]  # a view of the same kind
     moved[0], moved[1], moved[2] = table[k, 3], row[k + 1], row.shape[0]
     row[0] = -7
     table[2, np.int32(k)] = -8
@@ -35,7 +35,7 @@ def one_of_four(numbers, k):
 
 
 def test_no_index_counts_from_the_end():
-    """What lies before an array is not asked for; here it shows that nothing looks whether it is."""
+    """An index is not checked, so a negative one reads memory before the array, which exists here."""
     numbers = np.arange(6, dtype=np.int32)
     middle = numbers[2:].ctypes.data
     assert one_of_four(middle, 3) == (5, 5)
@@ -43,7 +43,7 @@ def test_no_index_counts_from_the_end():
 
 
 def test_every_array_of_a_drafts_memory_has_its_own_place():
-    """That they are read there, every draft that equals the slow one shows."""
+    """Draft tests show that the arrays are read there."""
     expected = [
         (begin + offset, int(np.prod(array.shape)), array.base.itemsize)
         for part, begin in SCRATCH.fields.values()

@@ -35,7 +35,7 @@ def test_a_header_that_was_changed_is_a_fault_of_the_file(tmp_path):
 
 
 class _Collected:
-    """Garbage whose end runs Python: another thread has its turn then."""
+    """Garbage whose finaliser runs Python and lets another thread run."""
 
     def __init__(self) -> None:
         self.me = self

@@ -1,4 +1,4 @@
-"""Building: what goes in, what is refused, what is written."""
+"""Building a pool: its input, refused input, and its files."""
 
 import json
 import os
@@ -120,7 +120,7 @@ def test_texts_that_fail_leave_nothing_behind(tmp_path):
 @pytest.mark.parametrize("places_a_turn", [1 << 40, 1000])
 @pytest.mark.parametrize("num_texts", [300, 1200, 2400])
 def test_disk_that_fills_up_publishes_nothing(small_disk, monkeypatch, num_texts, places_a_turn):
-    """Full while texts are laid out, or while the order is written."""
+    """The disk fills up while texts or the order are written."""
     monkeypatch.setattr("laserbatch.retrieval_pools.index.build.SORT_MEMORY_BYTES", 16 * places_a_turn)
     (small_disk / "other").write_bytes(b"x" * (3 << 18))
     texts = [(np.arange(100) % 90, "") for _ in range(num_texts)]
@@ -136,7 +136,7 @@ def test_disk_that_fills_up_publishes_nothing(small_disk, monkeypatch, num_texts
 def test_texts_are_replayed_against_a_pool_of_the_others_while_it_is_built(tmp_path, min_support):
     rng = np.random.default_rng(0)
     texts = [(rng.integers(0, 4, rng.integers(0, 30)), "abc"[k % 3]) for k in range(60)]
-    texts[7] = (np.array([5, 5]), "d")  # a token and a group of their own
+    texts[7] = (np.array([5, 5]), "d")  # a token and a group that no other text has
     settings = PoolSettings(min_support=min_support)
     out = np.array([0, 7, 30, 59])
     others = build(tmp_path / "others", [text for k, text in enumerate(texts) if k not in out], settings=settings)

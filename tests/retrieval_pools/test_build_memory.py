@@ -1,4 +1,4 @@
-"""The memory that building takes, watched from outside in processes of their own."""
+"""The memory of a build, measured from outside in separate processes."""
 
 import subprocess
 import sys
@@ -38,11 +38,11 @@ print(build(32_000, int(sys.argv[1]), *sys.argv[2:]), flush=True)
 """
 
 
-CHUNKS_MB = 12  # what a build's threads have in hand
+CHUNKS_MB = 12  # chunks in work by the threads of a build
 
 
 def own_mb(pid: int) -> float:
-    """Memory of a process, mapped files left out; 0 when it has ended."""
+    """Memory of a process in MiB, without mapped files; 0 after its end."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -51,7 +51,7 @@ def own_mb(pid: int) -> float:
 
 
 def build_watched(memory_mb, out: Path, previous: Path | str = "") -> tuple[float, int]:
-    """How much a build of 1.6 million tokens grew its process by, in MiB, and the texts that it sorted."""
+    """The growth in MiB of a process that builds a pool of 1.6 million tokens, and the number of sorted texts."""
     command = [sys.executable, "-c", BUILDER, str(memory_mb), str(out), str(previous)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
@@ -71,5 +71,5 @@ def test_limit_is_kept_to(tmp_path):
     limited_mb, _ = build_watched(2, tmp_path / "limited")
     assert limited_mb <= 2 + own_mb + CHUNKS_MB
     merged_mb, num_sorted = build_watched(2, tmp_path / "merged", tmp_path / "limited")
-    assert 1_500 < num_sorted <= 1_600  # a changed text may be the same as another
+    assert 1_500 < num_sorted <= 1_600  # a changed text may equal another one
     assert merged_mb <= 2 + own_mb + CHUNKS_MB

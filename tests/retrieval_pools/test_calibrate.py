@@ -1,4 +1,4 @@
-"""Calibration: curves find what was planted, lean on what is alike without data, and hold on texts never fitted to."""
+"""Calibration: curves find planted rates, use similar nodes where data are missing, and hold for other texts."""
 
 from dataclasses import replace
 
@@ -25,11 +25,11 @@ from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.calibration_record import Calibration, curves_of
 from laserbatch.retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
 
-SHARES = COUNT_KNOTS[6:-1].astype(float)  # curves are exact there
+SHARES = COUNT_KNOTS[6:-1].astype(float)  # curves are exact at these
 
 
 def invented_nodes(num_nodes: int, acceptance, seed: int = 0, num_kinds: int = 1) -> np.ndarray:
-    """Nodes of pool and output, accepted as often as `acceptance(source, kind of token, relative_count)` says."""
+    """Nodes of pool and output, accepted with probability `acceptance(source, kind of token, relative_count)`."""
     rng = np.random.default_rng(seed)
     source = rng.choice(np.array([SOURCE_POOL, SOURCE_OUTPUT], np.uint8), num_nodes)
     kind = rng.integers(0, num_kinds, num_nodes).astype(np.int32)
@@ -41,7 +41,7 @@ def invented_nodes(num_nodes: int, acceptance, seed: int = 0, num_kinds: int = 1
 
 
 def raised(acceptance: np.ndarray, factor: np.ndarray | float) -> np.ndarray:
-    """With odds that are so many times as large."""
+    """The acceptance with odds multiplied by `factor`."""
     return acceptance * factor / (1 - acceptance + acceptance * factor)
 
 
@@ -58,7 +58,7 @@ def test_a_planted_acceptance_is_found_of_every_source_and_kind():
             assert np.abs(fitted - planted(source, kind, SHARES)).max() < 0.03
     assert curves.shape == CURVES_SHAPE and curves.dtype == np.float32
     for source in (SOURCE_PREVIOUS, SOURCE_PROMPT):
-        assert np.array_equal(curves[source], IDENTITY_CURVES[source])  # a first night has no previous text
+        assert np.array_equal(curves[source], IDENTITY_CURVES[source])  # there was no previous text
 
 
 def test_a_place_in_the_draft_is_worth_as_much_for_every_kind_of_token():
@@ -80,7 +80,7 @@ def test_curves_never_fall_even_where_acceptance_does():
     curves = curves_of(fit_sources(invented_nodes(20_000, lambda source, kind, count: 0.9 - 0.8 * count)))
     assert (np.diff(curves, axis=-1) >= 0).all()
     assert curves.min() > 0
-    assert curves[[SOURCE_POOL, SOURCE_OUTPUT]].max() < 1  # nothing is certain
+    assert curves[[SOURCE_POOL, SOURCE_OUTPUT]].max() < 1  # no acceptance is certain
 
 
 def test_a_kind_leans_on_the_same_kind_of_another_source_and_few_of_it_hardly_move_it():
@@ -90,7 +90,7 @@ def test_a_kind_leans_on_the_same_kind_of_another_source_and_few_of_it_hardly_mo
     curves = curves_of(fit_sources(usual))
     before, alike = (np.interp(0.5, COUNT_KNOTS, curves[SOURCE_POOL, kind * NUM_PLACES]) for kind in (0, 1))
     assert before == pytest.approx(0.5, abs=0.03)
-    assert alike > 0.8  # no node of the pool was of that kind, those of the output were accepted
+    assert alike > 0.8  # the pool had no node of that kind, and the output's were accepted
 
     def acceptance(num_nodes):
         rare = invented_nodes(num_nodes, lambda source, kind, count: 1.0 + 0 * count, 1)
@@ -129,7 +129,7 @@ def test_small_pools_hold_nothing_back_and_others_a_fifth_at_most():
 
 @pytest.fixture(scope="module")
 def documents() -> list[ReplayText]:
-    """Prompts and texts about the items of a sample world, as the bundled model was trained to write them."""
+    """Prompts and texts about items of a sample world, in the form of the bundled model's training."""
     tokenizer = load_tokenizer(SAMPLE_MODEL)
     _, items = world_entities(11, 2, 700)
     rng = np.random.default_rng(0)
@@ -165,7 +165,7 @@ def test_estimates_hold_on_texts_that_nothing_was_fitted_to(pool, documents, cal
     for options in (DraftOptions(), DraftOptions(32, 0.01), DraftOptions(64, 0.0)):
         calibrated = calibration_error(pool.with_calibration(calibration), other, options)
         assert calibrated < 0.03
-        if options.min_acceptance > 0:  # most paths of a tree without a threshold are never accepted, as anyone says
+        if options.min_acceptance > 0:  # else most nodes are surely rejected
             assert calibrated < calibration_error(pool, other, options)
 
 
@@ -192,7 +192,7 @@ def test_estimates_hold_of_texts_with_an_earlier_one_too(pool, documents):
     rng = np.random.default_rng(2)
 
     def earlier(text: np.ndarray) -> np.ndarray:
-        """Two of its words in three."""
+        """A random two thirds of the tokens."""
         return text[np.sort(rng.choice(len(text), 2 * len(text) // 3, replace=False))]
 
     changed = [replace(entry, previous_ids=earlier(entry.text_ids)) for entry in documents[:240]]
@@ -212,7 +212,7 @@ def test_one_text_is_refused(pool, documents):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["goodreads", "reki"])
 def test_estimates_hold_on_texts_of_large_models(name, shared_data, tmp_path):
-    """Descriptions of books and long answers about groups of readers; pool, fit and check have no text in common."""
+    """Book descriptions and long answers about reader groups; pool, fit and check share no text."""
     file, size = {"goodreads": ("item_knowledge", 400), "reki": ("knowledge", 180)}[name]
     texts = pq.read_table(shared_data / name / f"{file}.parquet", columns=["text"])["text"].to_pylist()
     texts = sorted(set(texts))

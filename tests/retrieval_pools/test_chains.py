@@ -1,4 +1,4 @@
-"""Chains: the best path of all that could be drafted, against a search of every path."""
+"""Chains: the best of all paths that could be drafted, against a search of every path."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def chain_of(pool, context, num_prompt=0, previous=None, group=None, max_tokens=
 
 
 def worth_of(chain) -> float:
-    """As `slow_drafts.best_chain` has it."""
+    """The worth of a chain, as in `slow_drafts.best_chain`."""
     return float(np.exp(chain.log_acceptance, dtype=np.float64) @ 0.5 ** np.arange(len(chain)))
 
 
@@ -49,18 +49,18 @@ def test_a_chain_is_the_best_of_all_paths(tmp_path_factory, case, max_tokens):
     assert worth_of(chain) <= most * (1 + 1e-5)
     assert worth_of(chain) >= best_chain(nodes[MAX_NODES])[1] * (1 - 1e-5)
     if len(nodes[EVERY_NODE]) <= MAX_NODES and chain.token_ids.tolist() != expected:
-        assert worth_of(chain) == pytest.approx(most, rel=1e-5)  # one that is as good
+        assert worth_of(chain) == pytest.approx(most, rel=1e-5)  # another chain of equal worth
         known = paths((node.token_id, node.parent, node.probability, node.source) for node in nodes[EVERY_NODE])
         assert tuple(chain.token_ids.tolist()) in known
 
 
 def test_a_chain_need_not_begin_with_the_likeliest_token(tmp_path):
-    ways = [[1, 2, 10 + k, 20 + k] for k in range(6)] + [[1, 3, 4, 5, 6]] * 5  # 2 is likelier, but nobody knows more
+    ways = [[1, 2, 10 + k, 20 + k] for k in range(6)] + [[1, 3, 4, 5, 6]] * 5  # 2 is likelier, but has many successors
     pool = pool_of(tmp_path / "p", ways)
     (tree,) = draft_batch(pool, [ids([1])], [0])
     assert tree.token_ids[0] == 2
     assert chain_of(pool, [1]).token_ids.tolist() == [3, 4, 5, 6]
-    assert chain_of(pool, [1], max_tokens=1).token_ids.tolist() == [2]  # as far as one token goes
+    assert chain_of(pool, [1], max_tokens=1).token_ids.tolist() == [2]  # the best chain of one token
 
 
 def test_limits_of_a_chain_hold(tmp_path):

@@ -1,4 +1,4 @@
-"""Machine code that is kept on disk: found again, and made anew when a file that it was made of has changed."""
+"""Compiled code is cached on disk, and compiled again after a change of a source file."""
 
 import os
 import subprocess
@@ -50,11 +50,11 @@ def test_a_change_in_a_callees_file_is_seen(tmp_path):
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.split()
 
     assert run(10) == ["11", "0"]
-    assert run(20) == ["21", "0"]  # that unchanged ones are found again, the next test asserts
+    assert run(20) == ["21", "0"]  # the next test checks that unchanged functions are not compiled again
 
 
 def test_where_no_folder_may_be_written_machine_code_goes_to_a_temporary_one_and_this_is_said_once(tmp_path):
-    """As in a container with a read-only root and without HOME; a file at its place keeps root out of a folder too."""
+    """For example in a container with a read-only root and no HOME; a file in place of the folder also stops root."""
     package = made_package(tmp_path)
     (package / "index" / "callee.py").write_text(CALLEE.format(10))
     (package / "index" / "caller.py").write_text(CALLER + "\n@cached()\ndef other(x):\n    return more(x)\n")
@@ -74,14 +74,14 @@ def test_where_no_folder_may_be_written_machine_code_goes_to_a_temporary_one_and
     assert run() == ["11", "1"]
     (folder,) = (tmp_path / "tmp").iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
-    folder.chmod(0o777)  # others may have written what would be run
+    folder.chmod(0o777)  # others could have written the code
     assert run() == ["11", "0"]
 
 
 def test_other_threads_go_on_while_a_compiled_function_runs():
     tokens = np.zeros(5_000_000, np.int32)
-    arguments = tokens, np.array([0, len(tokens)], np.int32), np.zeros(60, np.int64), 5  # one text, sixty times
-    count_first_tokens(*arguments)  # compiled
+    arguments = tokens, np.array([0, len(tokens)], np.int32), np.zeros(60, np.int64), 5  # one text, counted sixty times
+    count_first_tokens(*arguments)  # compiles it
     done, turns = threading.Event(), []
 
     def count() -> None:

@@ -1,4 +1,4 @@
-"""Curves of acceptance and kinds of tokens: what compiled code reads against what is said slowly."""
+"""Curves of acceptance and kinds of tokens: compiled code against the slow reference."""
 
 import numpy as np
 import pytest
@@ -59,7 +59,7 @@ def test_kinds_are_told_by_where_a_token_stands_and_how_frequent_it_is():
     assert kinds == set(range(NUM_TOKEN_KINDS))
     places = {node_kind(0, num_seen, depth) for num_seen in (1, 3, 20, 40) for depth in (0, 1, 2, 5, 20)}
     assert places == set(range(NUM_PLACES)) and NUM_KINDS == NUM_TOKEN_KINDS * NUM_PLACES
-    assert token_kind(0, 0, 0) == 0  # no pool
+    assert token_kind(0, 0, 0) == 0  # without a pool
 
 
 @given(numbers=st.lists(st.integers(0, 1 << 20), max_size=20), num_positions=st.integers(0, 1 << 30))

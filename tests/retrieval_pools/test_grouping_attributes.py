@@ -43,8 +43,8 @@ def books():
 
 def test_large_groups_are_split_and_small_ones_stay_with_their_parent(books):
     assert books.num_entities == {
-        (): 6,  # Cookery is too small, the rest has no category
-        ("Mystery",): 3,  # the trains
+        (): 6,  # Cookery is too small, and the others have no category
+        ("Mystery",): 3,  # books about trains
         ("Mystery", "Harbour"): 0,
         ("Mystery", "Harbour", "era=1920s"): 30,
         ("Mystery", "Harbour", "era=1950s"): 25,

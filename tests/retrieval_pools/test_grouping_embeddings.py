@@ -1,4 +1,4 @@
-"""Vectors of a team's own recommender: read, or refused with file, column and row; used in place of LightGCN."""
+"""Vectors of a team's own recommender: used in place of LightGCN, or refused with file, column and row."""
 
 import re
 import subprocess
@@ -114,7 +114,7 @@ def test_a_file_that_is_missing_or_damaged_is_named(tmp_path):
 
 @pytest.fixture(scope="module")
 def world():
-    """Users who all rated the same, so that nothing but brought vectors can tell them apart."""
+    """Users with the same interactions, so that only the given vectors distinguish them."""
     items = [f"i{n}" for n in range(NUM_ITEMS)]
     pairs = [(user, item) for user in IDS.to_pylist() for item in items]
     interactions = pa.table({"user_id": [user for user, _ in pairs], "item_id": [item for _, item in pairs]})

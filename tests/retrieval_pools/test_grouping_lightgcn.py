@@ -1,4 +1,4 @@
-"""LightGCN: planted communities come out, and nothing but the arguments goes in."""
+"""LightGCN finds planted communities, and depends on its arguments alone."""
 
 import numpy as np
 import pyarrow as pa
@@ -67,7 +67,7 @@ def test_equal_arguments_give_equal_vectors_whatever_the_global_state_and_the_or
     np.random.seed(99)
     order = np.random.default_rng(1).permutation(np.r_[np.arange(len(users)), np.arange(50)])  # shuffled, with repeats
     second = train_lightgcn(_pairs(pa.array(users[order]), pa.array(items[order])), seed=3)
-    assert torch.equal(torch.rand(3), drawn_next)  # training leaves the global state alone
+    assert torch.equal(torch.rand(3), drawn_next)  # training leaves the global random state unchanged
     for side in ("user", "item"):
         assert first[side].ids == second[side].ids
         np.testing.assert_array_equal(first[side].vectors, second[side].vectors)

@@ -1,4 +1,4 @@
-"""Codes of ids: those that a dictionary of Python gives, whatever the batches."""
+"""Codes of ids equal those of a Python dictionary, for any batches."""
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +29,7 @@ def test_ids_have_the_codes_that_a_dictionary_gives(kind, data):
     pool = data.draw(st.lists(KINDS[kind], min_size=1, max_size=9))
     some = st.lists(st.one_of(st.none(), st.sampled_from(pool)), max_size=12)
     batches, others = data.draw(st.lists(some, max_size=4)), data.draw(st.lists(KINDS[kind], max_size=4))
-    start = data.draw(st.integers(0, 2))  # a slice of an array, as batches of files are
+    start = data.draw(st.integers(0, 2))  # slices of an array, like batches of files
     ids = IdCodes(kind)
     expected, distinct = code_plainly([batch[start:] for batch in batches])
     assert [ids.add(pa.array(batch, kind).slice(start)).tolist() for batch in batches] == expected
@@ -57,7 +57,7 @@ def test_many_ids_stay_what_they_are_while_the_table_grows(kind):
     values=st.lists(st.none() | st.integers(-12, 12)),
 )
 @pytest.mark.parametrize("kind", [pa.int64(), pa.string(), pa.large_string()])
-@pytest.mark.parametrize("fewer", [0.01, 100])  # the table is of the values, or of the known ids
+@pytest.mark.parametrize("fewer", [0.01, 100])  # the table is built from the values or from the known ids
 def test_the_row_of_an_id_is_the_first_that_has_it(known, values, kind, fewer):
     flat, chunks = [id_ for chunk in known for id_ in chunk], [pa.array(chunk, pa.int64()) for chunk in known]
     column, values = pa.chunked_array(chunks, pa.int64()).cast(kind), pa.array(values, pa.int64())

@@ -1,4 +1,4 @@
-"""vLLM itself with our proposer, in its environment (`make test-vllm`): its own greedy texts, with drafts accepted."""
+"""vLLM with our proposer, in its environment (`make test-vllm`): it writes its greedy texts, and accepts drafts."""
 
 import importlib.util
 import json
@@ -28,7 +28,7 @@ ON_A_CPU = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1",
 }  # fmt: skip
-# vLLM's rejections are counted by its own drafter, reached from within: the engine is in this process.
+# vLLM's own drafter counts rejections, and is read within this process, so the engine runs in it, too.
 WRITE = """
 import json, sys
 from pathlib import Path
@@ -54,7 +54,7 @@ def run(*arguments):
 
 
 def written(folder, model, prompts, speculative=None):
-    """What vLLM writes, in a process of its own."""
+    """The output of vLLM in a separate process."""
     out = folder / "output.json"
     run("-c", WRITE, json.dumps([str(model), prompts, speculative, str(out)]), json.dumps(ENGINE))
     return json.loads(out.read_text())
@@ -62,7 +62,7 @@ def written(folder, model, prompts, speculative=None):
 
 @pytest.fixture(scope="module")
 def world(shared_models, tmp_path_factory):
-    """A model, prompts, its plain texts, a pool of half of them and of other texts' beginnings, and its settings."""
+    """A model, prompts, their plain texts, a pool of half of these and of beginnings of others, and its settings."""
     folder, model = tmp_path_factory.mktemp("vllm"), shared_models / "bench-target"
     from transformers import AutoTokenizer
 
@@ -92,8 +92,8 @@ def test_texts_are_those_of_plain_decoding_and_drafts_are_accepted(world):
     output = written(folder, model, prompts, speculative_config(model, 6))
     assert output["texts"] == plain
     assert output["num_failed"] == 0
-    assert output["num_started"] == len(prompts)  # more than fit the batch, so rows are used again
-    own = sum(len(text) for text in (*plain[:3], plain[5]))  # those that are known to pool or routes
+    assert output["num_started"] == len(prompts)  # more than fit in the batch, so rows are reused
+    own = sum(len(text) for text in (*plain[:3], plain[5]))  # texts that the pool or the routes have
     assert output["num_accepted"] > own / 2
     assert output["num_drafted"] > output["num_accepted"]
 
@@ -143,7 +143,7 @@ def test_the_page_can_be_followed_as_it_stands(world, tmp_path):
 
 
 def test_nights_on_vllm_write_the_texts_of_our_engine(tmp_path):
-    """In float32, but for near-ties, of which there may be one in twenty texts; the second night drafts."""
+    """In float32, except for near-ties in at most one of twenty texts. The second night drafts."""
     pytest.importorskip("ray")
     from laserbatch.pipeline.sample.world import write_sample_world
 

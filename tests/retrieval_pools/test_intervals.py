@@ -1,4 +1,4 @@
-"""Intervals of a pool's order, against what stands in it."""
+"""Intervals of a pool's order, against a plain search of the texts."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The library's face: its page, what it needs, many threads, and what it refuses."""
+"""The library's interface: its page, its requirements, many threads, and refused input."""
 
 import re
 import shutil
@@ -40,7 +40,7 @@ sys.meta_path.insert(0, Bare())
 
 
 def run_bare(code: str, folder: Path) -> str:
-    """What Python prints that can import nothing but the standard library, the pools and what they need."""
+    """The output of a Python that can import only the standard library, the pools and their requirements."""
     ran = subprocess.run([sys.executable, "-c", BARE + code], cwd=folder, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout

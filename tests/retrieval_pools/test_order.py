@@ -1,4 +1,4 @@
-"""The order of a pool's positions, against sorting them by what follows; moved and merged, against sorting anew."""
+"""The order of a pool's positions, against sorting them by the following tokens; moved and merged, against sorting."""
 
 import itertools
 
@@ -31,7 +31,7 @@ def starts_of(tokens):
 
 
 def order_slowly(tokens, depth):
-    """By the first token and those after it up to a separator, at most `depth`; then by position."""
+    """Positions by at most `depth` tokens from there, up to a separator; then by position."""
 
     def key(position):
         end = position + 1

@@ -1,4 +1,4 @@
-"""Opening a pool: shared, checked, refused with a way out."""
+"""Opening a pool: shared, checked, and refused with advice."""
 
 import hashlib
 import json
@@ -62,7 +62,7 @@ def test_changed_bytes_are_found_by_checksum(folder):
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    Pool.open(folder)  # the size is right
+    Pool.open(folder)  # a check of sizes does not notice it
     with pytest.raises(PoolError, match=r"order.npy is damaged: .*sha256"):
         Pool.open(folder, verify=True)
 
@@ -108,7 +108,7 @@ def test_manifest_that_lies_about_its_groups(folder):
 
 @pytest.mark.parametrize(("name", "value"), [("order", 7), ("order", -1), ("tokens", 9), ("tokens", -1)])
 def test_arrays_that_are_no_index_of_texts_are_found_by_verifying(folder, name, value):
-    """Written by something else than a builder: even the checksum is right."""
+    """Written by another program than a builder, with the right checksum."""
     path, manifest = folder / f"{name}.npy", json.loads((folder / "manifest.json").read_text())
     array = np.load(path)
     array[2] = value

@@ -1,4 +1,4 @@
-"""The compiled query against its plain reference, and what it promises beyond that."""
+"""The compiled query against its slow reference, and its further promises."""
 
 import copy
 import math
@@ -45,7 +45,7 @@ def ids(tokens):
 
 
 def paths(nodes):
-    """{path of token ids: (probability, source)} of (token, parent, probability, source) rows."""
+    """{path of token ids: (probability, source)}, from rows of (token, parent, probability, source)."""
     by_path, of_node = {}, []
     for token, parent, probability, source in nodes:
         path = (*(of_node[parent] if parent >= 0 else ()), int(token))
@@ -84,7 +84,7 @@ def cases(draw):
     }
     previous = draw(st.none() | TOKENS)
     group = draw(st.sampled_from([None, "a", "b", "unknown"]))
-    seed = draw(st.sampled_from([None, 0, 1, 2]))  # None: the identity
+    seed = draw(st.sampled_from([None, 0, 1, 2]))  # None: identity curves
     curves = None if seed is None else np.sort(np.random.default_rng(seed).random(CURVES_SHAPE, np.float32))
     return texts, options, draw(TOKENS), draw(TOKENS), previous, group, call, curves
 
@@ -107,7 +107,7 @@ def test_query_drafts_what_the_reference_drafts(tmp_path_factory, case):
     assert len(drafted) == len(expected)
     least = min((probability for probability, _ in expected.values()), default=0.0)
     for path, (probability, source) in expected.items():
-        if path not in drafted:  # one of several that are equally likely was cut off
+        if path not in drafted:  # cut off among equally likely ones
             assert math.isclose(probability, least, rel_tol=1e-6)
             continue
         assert math.isclose(drafted[path][0], probability, rel_tol=1e-5)
@@ -117,7 +117,7 @@ def test_query_drafts_what_the_reference_drafts(tmp_path_factory, case):
 
 
 def _is_tie(case, first, second):
-    """Sources whose shares may be equal but for rounding."""
+    """Whether the shares of two sources may differ only by rounding."""
     return {first, second} <= {SOURCE_PREVIOUS, SOURCE_PROMPT, SOURCE_OUTPUT, SOURCE_POOL} and (
         case[1].pool_escape_per_token or 1.0
     ) <= 2.0
@@ -193,8 +193,8 @@ def test_previous_text_is_drafted_from_its_beginning():
 def test_text_never_runs_into_the_next_one(tmp_path):
     pool = pool_of(tmp_path / "p", [[1, 2], [3, 4], [1, 2], [3, 4]])
     assert draft(pool, ids([1]), 0, min_acceptance=0).token_ids.tolist() == [2]
-    assert len(draft(pool, ids([1, 2]), 0, min_acceptance=0)) == 0  # ends here, always
-    assert len(draft(pool, ids([2, 3]), 0, min_acceptance=0).token_ids) == 1  # 4 after 3; never "2 3" together
+    assert len(draft(pool, ids([1, 2]), 0, min_acceptance=0)) == 0  # the text always ends here
+    assert len(draft(pool, ids([2, 3]), 0, min_acceptance=0).token_ids) == 1  # 4 follows 3; "2 3" is in no text
 
 
 def test_group_is_preferred_and_wall_excludes_the_others(tmp_path):
@@ -303,7 +303,7 @@ def test_a_copy_of_a_pool_drafts_when_the_pool_is_gone(tmp_path):
 def test_groups_may_be_more_than_a_byte_counts(tmp_path):
     num_groups = 300
     texts = [[1, 2 + group] for group in range(num_groups)]
-    settings = DraftSettings(scope="group", num_samples=num_groups)  # all are looked at
+    settings = DraftSettings(scope="group", num_samples=num_groups)  # all occurrences are sampled
     pool = pool_of(tmp_path / "p", texts, settings, [f"g{group}" for group in range(num_groups)])
     assert pool.index.group_codes.dtype == np.uint16
     for group in (0, 255, 256, 299):

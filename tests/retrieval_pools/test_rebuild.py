@@ -1,4 +1,4 @@
-"""A pool's files depend on its texts alone: not on an older pool that was merged from, nor on the memory allowed."""
+"""A pool's files depend on its texts alone, and not on the merged older pool or on the memory limit."""
 
 from unittest.mock import patch
 
@@ -24,7 +24,7 @@ def build(folder, texts, min_support=1, depth=16, **options):
 
 
 def turns_of(num_places):
-    """Sort so few places at a time."""
+    """Sort `num_places` positions at a time."""
     return patch("laserbatch.retrieval_pools.index.build.SORT_MEMORY_BYTES", 16 * num_places)
 
 
@@ -40,7 +40,7 @@ def files(folder):
 def test_rebuild_from_an_older_pool_equals_a_full_build(
     tmp_path_factory, before, today, retained, more, min_support, num_places
 ):
-    """Texts go, come, change, change group or entity, and change places."""
+    """Texts are added, removed, changed and moved, and change their group or entity."""
     folder = tmp_path_factory.mktemp("pools")
     texts = [text for number, text in enumerate(before) if number in retained]
     for place, text in zip(more, today, strict=False):

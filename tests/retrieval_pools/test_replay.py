@@ -1,4 +1,4 @@
-"""Replays: what is accepted of a draft, how a text is walked, and what is kept of every drafted token."""
+"""Replays: the accepted part of a draft, the steps along a text, and the record of every drafted token."""
 
 from collections import namedtuple
 
@@ -22,7 +22,7 @@ TREE = Tree([5, 7, 8, 6, 9], [-1, -1, 0, 1, 2])  # 5 8 9 and 7 6
 
 
 def grammar_texts(num_texts: int, length: int, seed: int) -> list[np.ndarray]:
-    """Texts in which a word's successor is one of two, so that much can be foreseen, and not all."""
+    """Texts in which each word has two possible successors, so that they are partly predictable."""
     rng = np.random.default_rng(seed)
     texts = []
     for _ in range(num_texts):
@@ -61,7 +61,7 @@ def test_a_walk_asks_behind_every_bonus_token_and_counts_the_step_that_ends_the_
 
     steps = list(steps_along(np.array([5, 8, 9, 1, 7, 6], np.int32), draft_after))
     assert contexts == [0, 4]
-    assert [step.path for step in steps] == [[0, 2, 4], [1, 3]]  # the last bonus token is the end
+    assert [step.path for step in steps] == [[0, 2, 4], [1, 3]]  # the last bonus token is the end token
     steps = list(steps_along(np.array([1, 2], np.int32), lambda position: Tree([], [])))
     assert [step.position for step in steps] == [0, 1, 2]
 
@@ -69,7 +69,7 @@ def test_a_walk_asks_behind_every_bonus_token_and_counts_the_step_that_ends_the_
 def test_a_replay_counts_every_token_once(pool, texts):
     documents = [ReplayText(NO_TOKENS, text) for text in texts[:10]]
     result = replay(pool, documents)
-    num_tokens = sum(map(len, texts[:10])) + len(documents)  # every text's end is a token too
+    num_tokens = sum(map(len, texts[:10])) + len(documents)  # the end of every text is a token, too
     assert result.num_steps.sum() + result.num_accepted.sum() == num_tokens
     assert len(result.num_steps) == len(documents)
     assert (result.num_drafted <= DraftOptions().max_nodes * result.num_steps).all()
@@ -79,7 +79,7 @@ def test_a_replay_counts_every_token_once(pool, texts):
 
 
 def test_a_replay_knows_the_previous_text_and_the_prompt(pool, texts):
-    text = np.arange(100, 140, dtype=np.int32)  # words that no pool has
+    text = np.arange(100, 140, dtype=np.int32)  # tokens that are in no pool
     unknown = replay(None, [ReplayText(NO_TOKENS, text)])
     assert sum(unknown.num_accepted) == 0 and unknown.num_steps == 41
     known = replay(None, [ReplayText(NO_TOKENS, text, previous_ids=text)])
@@ -100,7 +100,7 @@ def test_every_drafted_token_is_kept_with_what_became_of_it(pool, texts):
             for node, parent in enumerate(tree.parents.tolist()):
                 columns = tree.source[node], tree.relative_count[node], tree.kind[node], tree.log_acceptance[node]
                 expected.append((*columns, parent < 0 or parent in step.path, node in step.path))
-            if after is not None:  # the next draft starts behind what a run would verify
+            if after is not None:  # the next draft starts after the tokens that a run would accept
                 likely = [node for node in step.path if node < 8 and np.exp(tree.log_acceptance[node]) >= 0.1]
                 assert after.position == step.position + len(likely) + 1
                 behind_verified.append(len(step.path) - len(likely))

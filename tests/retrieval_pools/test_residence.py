@@ -1,4 +1,4 @@
-"""A pool's pages are asked for while they are few, and nothing else changes."""
+"""Pages of a pool are loaded ahead if they are few, and nothing else changes."""
 
 import sys
 

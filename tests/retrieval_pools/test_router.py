@@ -1,4 +1,4 @@
-"""The router: collaborative for known and active entities, attributes for all others, and the published baselines."""
+"""The router: collaborative groups for known and active entities, attribute groups for others; baselines."""
 
 import json
 from collections import Counter
@@ -18,7 +18,7 @@ from laserbatch.retrieval_pools.routing.router import Route, Router, fit_routers
 from laserbatch.retrieval_pools.settings import RoutingSettings, Scheme
 
 NUM_USERS, NUM_ITEMS, NUM_COMMUNITIES = 120, 80, 4
-NUM_COLD = 20  # the last users, with two interactions each
+NUM_COLD = 20  # the last users have two interactions each
 SETTINGS = RoutingSettings(num_groups=NUM_COMMUNITIES)
 
 

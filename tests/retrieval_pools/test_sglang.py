@@ -1,6 +1,6 @@
-"""Trees for SGLang's n-gram worker: by themselves, and by its real classes where they are installed.
+"""Trees for SGLang's n-gram worker: by themselves, and with SGLang's classes where it is installed.
 
-Its worker's module wants a GPU's kernels to be imported: these alone are stood in for, in a process of its own.
+The module of its worker imports GPU kernels; only these are replaced, in a separate process.
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ has_sglang = importlib.util.find_spec("sglang") is not None
 
 @pytest.fixture
 def model(tmp_path, monkeypatch):
-    """A model folder; a pool of its tokenizer where 1, 2 goes on in two ways; its settings and routes."""
+    """A model folder, a pool of its tokenizer in which 1, 2 has two continuations, and its settings and routes."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     with PoolStore(tmp_path / "pools").publish("v1") as folder:
@@ -42,7 +42,7 @@ def model(tmp_path, monkeypatch):
 
 
 def batch(*texts, accepted=None):
-    """What SGLang's scheduler hands over: prompt and output of each text, and what the last step accepted of it."""
+    """A batch of SGLang's scheduler: prompt and output of each text, and the tokens accepted in the last step."""
     reqs = [
         SimpleNamespace(rid=f"r{k}", origin_input_ids_unpadded=prompt, output_ids=output)
         for k, (prompt, output) in enumerate(texts)
@@ -59,7 +59,7 @@ def batch(*texts, accepted=None):
 
 
 def paths(tokens, is_above, size=6):
-    """The tokens along each node's path, the root's first, as a set for each tree."""
+    """The tokens on the path from the root to each node, as a set for each tree."""
     paths_of_trees = []
     for row, mask in zip(tokens.reshape(-1, size), is_above.reshape(-1, size, size), strict=True):
         assert (np.triu(mask, 1) == 0).all() and mask[:, 0].all() and mask.diagonal().all()
@@ -97,7 +97,7 @@ def test_a_text_that_is_begun_again_and_a_draft_that_fails_stop_no_batch(model):
     trees.draft(sglang.written_of(batch(([60], [1, 2, 3])), 6, False))
     (tree_paths,) = paths(*trees.draft(sglang.written_of(batch(([60], [1, 2])), 6, False)))
     assert (2, 3) in tree_paths
-    trees._opened[0][0].draft = None  # a mistake of ours
+    trees._opened[0][0].draft = None  # provokes an error of our own
     tokens, is_above = trees.draft(sglang.written_of(batch(([60], [1, 2])), 6, False))
     assert trees.num_failed == 1 and tokens.tolist() == [2, 0, 0, 0, 0, 0]
     paths(tokens, is_above)
@@ -128,11 +128,11 @@ def module(name, **contents):
 
 
 class Renamed:
-    """Speculative algorithms of a version that has no n-grams."""
+    """Speculative algorithms of a version without n-grams."""
 
 
 class Reserved:
-    """Of one that takes a name once, and by other arguments."""
+    """Speculative algorithms of a version that registers a name once, and with other arguments."""
 
     NGRAM = "NGRAM"
 

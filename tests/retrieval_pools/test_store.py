@@ -1,4 +1,4 @@
-"""Versions of pools: published whole, frozen, switched by a pointer."""
+"""Versions of pools: published as a whole, frozen, and selected by a pointer."""
 
 import os
 import re
@@ -72,7 +72,7 @@ def test_damaged_version_is_listed_but_not_used(tmp_path):
     publish(store, "v2", text=(4, 5))
     order = tmp_path / "v1" / "item" / "order.npy"
     content = order.read_bytes()
-    order.write_bytes(content[:-1] + b"\x7f")  # of the same size: seen when every byte is read
+    order.write_bytes(content[:-1] + b"\x7f")  # the size is unchanged, so only a read of every byte notices it
     assert store.list()[0].problem is None
     with pytest.raises(PoolError, match=r"order.npy is damaged: .*sha256"):
         store.use("v1")
@@ -106,7 +106,7 @@ def test_what_belongs_to_pools_is_compared_with_its_checksum_too(tmp_path):
     (tmp_path / "v1" / "checksums.json").write_text("[1]")
     with pytest.raises(PoolError, match=r"checksums.json is damaged"):
         store.folder("v1")
-    (tmp_path / "v1" / "checksums.json").unlink()  # an earlier laserbatch wrote none
+    (tmp_path / "v1" / "checksums.json").unlink()  # an earlier laserbatch wrote no checksums
     assert store.verify("v1") == ("user", "item")
 
 
@@ -159,7 +159,7 @@ def test_a_version_that_is_rebuilt_while_it_is_opened_is_opened_as_it_becomes(tm
 
 
 def test_a_builder_killed_at_any_of_its_file_operations_leaves_a_version_that_is_whole(tmp_path):
-    """Other content takes the place of the current version: before, after or never, and once more mends the rest."""
+    """A version with other content replaces the current one; after a kill one of them is whole."""
     start, new = PoolStore(tmp_path / "start"), tmp_path / "new"
     publish(start, "v1")
     shutil.copytree(start.root / "v1", new)
@@ -189,7 +189,7 @@ def put(store, version, content):
 
 
 def killed_at(folder, number, work):
-    """Do some work in a process that ends at one of its operations on files under a folder; how it ended."""
+    """Run `work` in a process killed at the `number`-th change of files in `folder`; returns its exit code."""
     names = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"}
     pid = os.fork()
     if pid:
@@ -239,7 +239,7 @@ def test_collection_keeps_the_newest_the_current_and_those_in_use(tmp_path):
     assert store.collect(2, {"v4"}) == planned
     assert [version.version for version in store.list()] == ["v2", "v4", "v6"]
     assert all(version.problem is None for version in store.list())
-    assert draft(opened, np.array([1], np.int32), 0).token_ids.tolist() == [2]  # who reads goes on reading
+    assert draft(opened, np.array([1], np.int32), 0).token_ids.tolist() == [2]  # readers keep their version
     assert store.collect(1, {"gone"}).versions == ("v4", "v6")
     assert store.collect(1).versions == () and store.current_version() == "v2"
 
@@ -308,9 +308,9 @@ input()
 def test_readers_of_one_machine_share_one_copy(tmp_path):
     rows = (PoolText(np.arange(1000, dtype=np.int32)) for _ in range(200))
     pool = build_pool(rows, tmp_path / "p", side="item", tokenizer_hash="t", model_id="m")
-    os.sync()  # what is not on the disk yet is no clean page
+    os.sync()  # pages that are not on the disk yet are not clean
     size_kb = pool.manifest.size_bytes // 1024
-    del pool  # this process may have mapped it too
+    del pool  # this process may have mapped the file, too
     start = [sys.executable, "-c", READER, str(tmp_path / "p")]
     readers = [subprocess.Popen(start, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     try:

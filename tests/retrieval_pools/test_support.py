@@ -1,4 +1,4 @@
-"""`min_support`: what too few entities wrote is never drafted from the pool, whatever the context."""
+"""`min_support`: n-grams of too few entities are never drafted from the pool, in any context."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def pool_of(folder, owned, **options):
 
 
 def draft_all(pool, context, **options):
-    """Every path that the pool alone drafts behind a context."""
+    """All paths that the pool alone drafts after a context."""
     own = dict.fromkeys(("use_prompt", "use_output", "use_previous"), False)
     tree = draft(pool, ids(context), 0, max_nodes=64, min_acceptance=0, **own | options)
     paths = []
@@ -40,7 +40,7 @@ def draft_all(pool, context, **options):
 
 
 def num_entities_with(owned, ngram):
-    """Entities whose texts hold an n-gram; SEPARATOR is a text's start or end."""
+    """The number of entities with an n-gram in their texts; SEPARATOR is the start or end of a text."""
     return len({e for text, e in owned if _holds([SEPARATOR, *text, SEPARATOR], ngram)})
 
 
@@ -57,7 +57,7 @@ def lay_out(owned):
 
 
 def supported_slowly(tokens, order, entities, min_support, depth):
-    """By collecting the entities of every n-gram."""
+    """The number of supported n-grams from each position on, by collecting the entities of every n-gram."""
     ngrams = []
     for position in order.tolist():
         end = position + 1
@@ -117,7 +117,7 @@ def test_no_draft_holds_what_too_few_entities_wrote(
         whole = [*start, *secret[:num_known]]
         for path in draft_all(pool, whole, group=""):
             claimed = [whole[-1] if whole else SEPARATOR, *path]
-            assert num_entities_with(owned, claimed) >= min_support  # so it is for the shortest context, or for none
+            assert num_entities_with(owned, claimed) >= min_support  # holds for the shortest context, or for none
             assert not set(path) & set(SECRET)
 
 
@@ -144,7 +144,7 @@ def test_texts_of_one_entity_count_once_and_texts_of_none_each(tmp_path):
 def test_start_and_end_are_tokens_of_an_ngram(tmp_path):
     owned = [([1, 2], "ann"), ([4, 1, 2], "bob"), ([1, 2, 5], "eve")]
     pool = pool_of(tmp_path / "p", owned, min_support=2)
-    assert draft_all(pool, []) == [[1], [1, 2]]  # two begin so; that a text is no more than this is ann's alone
+    assert draft_all(pool, []) == [[1], [1, 2]]  # two texts begin so; only ann's ends there
     assert draft_all(pool, [1]) == [[2]]
     three = pool_of(tmp_path / "three", owned, min_support=3)
     assert draft_all(three, []) == []

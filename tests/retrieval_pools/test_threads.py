@@ -1,4 +1,4 @@
-"""Threads: results in the order of the items, no further ahead than said, errors in their place."""
+"""Threads return results in the order of the items, run no further ahead than the limit, and raise errors in order."""
 
 import threading
 import time

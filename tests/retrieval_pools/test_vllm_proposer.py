@@ -1,4 +1,4 @@
-"""What vLLM's proposer makes of a batch, called as vLLM calls it; `test_in_vllm` has the engine itself."""
+"""Drafts of vLLM's proposer for a batch, called as vLLM does; `test_in_vllm` runs the engine itself."""
 
 import json
 from importlib.util import find_spec
@@ -23,7 +23,7 @@ from laserbatch.retrieval_pools.integrations.vllm_steps import speculative_confi
 from laserbatch.retrieval_pools.routing.route_table import RouteTable, write_routes
 
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8]
-FREE = {1: 1.0, 4: 1.0, 9: 1.0}  # of a step of so many tokens, its seconds
+FREE = {1: 1.0, 4: 1.0, 9: 1.0}  # number of tokens of a step -> its seconds
 DEAR = {1: 1.0, 2: 1.95, 9: 9.0}
 
 
@@ -35,7 +35,7 @@ def cost_file(path, seconds):
 
 @pytest.fixture
 def world(tmp_path, monkeypatch):
-    """A pool, a model folder with its tokenizer, and the settings' file."""
+    """A pool, a model folder with its tokenizer, and a settings file."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     with PoolStore(tmp_path / "pools").publish("v1") as folder:
@@ -64,7 +64,7 @@ def vllm_config(world, k):
 
 
 def step(proposing, rows, num_sampled):
-    """A call of `propose` for these rows of tokens."""
+    """Call `propose` for rows with these tokens."""
     tokens = np.zeros((len(rows), 32), np.int32)
     for place, row in enumerate(rows):
         tokens[place, : len(row)] = row
@@ -74,7 +74,7 @@ def step(proposing, rows, num_sampled):
 
 def test_rows_are_drafted_for_and_their_texts_known_again_wherever_they_move(world):
     proposing = proposer(world)
-    # of the second not all of the prompt is read
+    # the prompt of the second row is not read completely
     assert step(proposing, [[30, 31, 1], [40]], [1, 0]) == [[2, 3, 4, 5], []]
     first = step(proposing, [[30, 31, 1, 2], [40, 41, 1]], [1, 1])
     assert first[0] == [3, 4, 5, 6]
@@ -84,7 +84,7 @@ def test_rows_are_drafted_for_and_their_texts_known_again_wherever_they_move(wor
     assert proposing.num_started == 2 and proposing.num_failed == 0
     assert (proposing.num_drafted, proposing.num_accepted) == (4 + 4 + 4, 0 + 1 + 0)
     step(proposing, [[50, 1]], [1])
-    again = step(proposing, [[30, 31, 1, 2, 3, 4, 5]], [1])  # was away for a step
+    again = step(proposing, [[30, 31, 1, 2, 3, 4, 5]], [1])  # the row was absent for a step
     assert again == [[6, 7, 8]] and proposing.num_started == 3
 
 
@@ -129,7 +129,7 @@ def test_estimates_that_do_not_hold_are_believed_less(world):
     cost_file(world / "cost.json", {1: 1.0, 9: 2.0})  # a draft token must be right once in eight times
     proposing = proposer(world, step_cost="cost.json")
     text, num_drafts = [30, 31, 1, 2], 0
-    for number in range(200):  # a draft is never right
+    for number in range(200):  # no draft is ever right
         rows = [[60 + number, *text[1:]]]
         num_drafts += bool(step(proposing, rows, [1])[0])
         step(proposing, [[*rows[0], 20]], [1])
@@ -161,7 +161,7 @@ def test_costs_of_batches_between_those_measured_lie_between_them(world):
     assert cost.seconds_between(1, np.array([0, 1, 2, 4])).tolist() == [1.0, 1.5, 2.0, 3.0]
     assert cost.seconds_between(4, np.array([0, 8])).tolist() == [2.0, 6.0]
     assert 1.0 < float(cost.seconds_between(2, np.array(0))) < 2.0
-    assert float(cost.seconds_between(16, np.array(32))) == 6.0  # more than were measured cost as many do
+    assert float(cost.seconds_between(16, np.array(32))) == 6.0  # beyond the measured sizes, the cost stays constant
 
 
 @pytest.mark.parametrize(
