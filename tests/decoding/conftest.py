@@ -1,4 +1,4 @@
-"""One thread for tiny models: two of them mostly wait for each other, the more so on a busy machine."""
+"""One thread for tiny models: two threads mostly wait for each other, even more on a busy machine."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="package", autouse=True)
 def _quick_interpreter() -> Iterator[None]:
-    """Where tests of kernels have imported Triton and there is no GPU."""
+    """Use the quick interpreter if tests of kernels have imported Triton and there is no GPU."""
     if "triton" not in sys.modules or os.environ.get("TRITON_INTERPRET") != "1":
         yield
         return

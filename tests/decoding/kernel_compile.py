@@ -1,6 +1,6 @@
-"""Compiles the attention kernels for a GPU that need not be there; started by a test as a process of its own.
+"""Compiles the attention kernels for a GPU that need not be there. A test starts it as a separate process.
 
-Triton's interpreter, where it is switched on, replaces the compiler in a whole process.
+If Triton's interpreter is on, it replaces the compiler in the whole process.
 """
 
 import torch
@@ -23,12 +23,12 @@ INDEX_POINTERS = (
 POINTERS = dict.fromkeys(INDEX_POINTERS, "*i32") | {
     "ancestors_ptr": "*i64", "log_sum_ptr": "*fp32", "parts_ptr": "*fp32",
 }  # fmt: skip
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # that one block of threads can have
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # the limit of a thread block
 NUMBERS = {"scale": "fp32", "softcap": "fp32", "epsilon": "fp32", "update_epsilon": "fp32"}
 
 
 def compile_kernel(kernel, architecture: int, dtype: str, **constants) -> CompiledKernel:
-    """A kernel down to its "cubin", and what it needs; pointers and strides as aligned as a model's are."""
+    """A kernel compiled to a "cubin", for pointers and strides with the alignment of a model's tensors."""
     names = kernel.arg_names
     signature, attributes = {}, {}
     for i, name in enumerate(names):

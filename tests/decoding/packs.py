@@ -1,4 +1,4 @@
-"""Random packs: sequences of any committed length with chains and trees, their keys scattered over a cache."""
+"""Random packs: sequences of any committed length, with chains and trees, whose keys are scattered over a cache."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from laserbatch.retrieval_pools.sources import SOURCE_TARGET
 
 @dataclass(frozen=True)
 class Pack:
-    """Queries (N, num_heads, d), a cache's keys and values (num_kv_heads, num_slots, d), and which token sees what."""
+    """Queries (N, num_heads, d), a cache's keys and values (num_kv_heads, num_slots, d), and the attention metadata."""
 
     query: torch.Tensor
     keys: torch.Tensor
@@ -46,7 +46,7 @@ def keep(cache, batch: Batch, paths: list[np.ndarray]) -> None:
 
 
 def random_metadata(rng, lengths: list[tuple[int, int, int]], num_slots: int, device="cpu") -> AttentionMetadata:
-    """Sequences of (committed, chain, tree) tokens; committed ones may share slots, as prompts of one prefix do."""
+    """Sequences of (committed, chain, tree) tokens. They may share committed slots, like prompts with one prefix."""
     slots, ancestors, positions = [], [], []
     for committed, chain, tree in lengths:
         slots.append(rng.choice(num_slots, committed + chain + tree, replace=False))
@@ -82,7 +82,7 @@ def random_pack(
     seed: int = 0,
     device: str = "cpu",
 ) -> Pack:
-    """Keys and queries that are as models have them: a head's dimensions together, else of any strides."""
+    """Random queries, keys and values with the strides of a model's: contiguous within a head, arbitrary otherwise."""
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     num_slots = max(sum(parts) for parts in lengths) + 7
 

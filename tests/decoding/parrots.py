@@ -1,4 +1,4 @@
-"""Models that write a given script, whatever they are asked: the shapes of real fine-tunes without their weights."""
+"""Models that write a given script for every prompt: the chat formats of real fine-tunes, without their weights."""
 
 import json
 import shutil
@@ -26,10 +26,10 @@ def parrot(
     special: Sequence[str] = (),
     tokens: Sequence[str] = (),
 ) -> Path:
-    """A model folder: after the token `after` the tokens of the script follow, different ones; after them `end`.
+    """Write a model folder: after the token `after`, the model writes the tokens of `script`, all different, and `end`.
 
-    `end` is also what the folder names as its end token. The tokens of `special` are control tokens, those of `tokens`
-    and of the script are added as plain ones.
+    `end` is also the end token of the folder. `special` are added as control tokens, `tokens` and `script` as plain
+    ones.
     """
     shutil.copytree(SAMPLE_MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors", "README.md"))
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -1,7 +1,7 @@
-"""AMX's tiles in plain C, so that what is compiled for them can be tested on a processor that has none.
+"""AMX's tile instructions in plain C, for testing code compiled for AMX on a processor without it.
 
-`python -m pytest -p pretend_amx FILES` runs tests so, with this folder on PYTHONPATH. Give them a NUMBA_CACHE_DIR of
-their own, since the code that is compiled then is of no use to others.
+`python -m pytest -p pretend_amx FILES` runs tests this way, with this folder on PYTHONPATH. Set a separate
+NUMBA_CACHE_DIR, since no other process can use the compiled code.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import llvmlite.binding
 from laserbatch.pipeline.decoding.attention import amx
 from laserbatch.pipeline.decoding.attention.tile_product import Emitter
 
-# As Intel's manual describes each instruction, "TDPBF16PS" with the order of its sums.
+# As Intel's manual describes each instruction; "TDPBF16PS" in the order of its sums.
 TILES = r"""
 #include <stdint.h>
 #include <math.h>
@@ -66,7 +66,7 @@ call_of_llvm = Emitter.call
 
 
 def call_pretended(emit: Emitter, name: str, *arguments, **options):
-    """`Emitter.call`, with the functions above in place of instructions on tiles."""
+    """`Emitter.call`, with the functions above in place of tile instructions."""
     instruction = name.removeprefix(INTEL)
     is_of_tiles = instruction.startswith(OF_TILES)
     return call_of_llvm(emit, f"pretend_{instruction}" if is_of_tiles else name, *arguments, **options)

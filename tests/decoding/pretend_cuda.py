@@ -1,10 +1,10 @@
-"""A CUDA device that is not there: tensors that say they are on one and are computed by this CPU.
+"""A pretended CUDA device: its tensors claim to be on a GPU and are computed by this CPU.
 
-What only a GPU would complain of is an error here: an operation over tensors of both places, one that CUDA does not
-implement for a type, pinned memory that is overwritten while a copy of it may be under way, and in a capture whatever a
-CUDA graph cannot record. How often the host waits for the device is counted. A replayed graph computes what it recorded
-in the memory that it was recorded with, and spoils that of the other graphs, as theirs is the same on a GPU. Under
-autocast products are computed in its type, as torch's own autocast does on tensors of a real device.
+Mistakes that only a GPU would notice raise an error here: an operation over tensors of both devices, an operation that
+CUDA does not implement for a type, pinned memory that is overwritten while a copy of it may be under way, and within a
+capture anything that a CUDA graph cannot record. The device counts how often the host waits for it. A replayed graph
+computes in the memory in which it was recorded and overwrites the memory of the other graphs, since graphs share it on
+a GPU. Under autocast, products are computed in autocast's type.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 from laserbatch.pipeline.decoding.model import checks
 
 CPU, META, DEVICE = torch.device("cpu"), torch.device("meta"), torch.device("cuda", 0)
-PRODUCTS = ("linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "einsum", "prelu")  # that autocast casts
-READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal")  # their results' sizes or values
+PRODUCTS = ("linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "einsum", "prelu")  # which autocast casts
+READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal")  # the host reads their results
 
 
 class PretendError(AssertionError):
@@ -33,15 +33,15 @@ class PretendError(AssertionError):
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that claims to be on the device; `held` is the CPU tensor with its numbers."""
+    """A tensor that claims to be on the device. `held` is the CPU tensor with its values."""
 
     device, is_cuda, is_meta = DEVICE, True, False
 
     @staticmethod
     def __new__(cls, held: torch.Tensor) -> "OnDevice":
-        # torch without CUDA has no such device to name, so that for torch itself it is "meta".
+        # torch without CUDA cannot name such a device, so the wrapped tensor is on "meta".
         place = held if held.layout == torch.strided else torch.empty(held.size(), device="meta")  # sparse: no strides
-        with torch.inference_mode(False):  # so that what is computed there can be of what was put there before
+        with torch.inference_mode(False):  # so that later operations may make views of it
             own = torch.Tensor._make_wrapper_subclass(
                 cls, held.size(), place.stride(), place.storage_offset(), dtype=held.dtype, device="meta"
             )
@@ -64,11 +64,11 @@ class OnDevice(torch.Tensor):
 
 
 class PretendCuda(TorchDispatchMode):
-    """While it lasts, tensors can be put on "cuda".
+    """While this mode is active, tensors can be put on "cuda".
 
-    `num_waits`: how often the host waited for the device. `num_launches`: what it gave the device to do, a replayed
-    graph being one. `num_replays`, of them. `under_way`: copies that may not be done, each as pinned memory and what
-    it held then.
+    `num_waits`: number of times that the host waited for the device. `num_launches`: operations that it launched, with
+    a replayed graph as one. `num_replays`: replayed graphs. `under_way`: copies that may be unfinished, each as the
+    pinned memory and its contents when the copy began.
     """
 
     def __init__(self) -> None:
@@ -76,11 +76,11 @@ class PretendCuda(TorchDispatchMode):
         self.num_waits = self.num_launches = self.num_replays = 0
         self.graphs: list[_Graph] = []
         self.recording: _Graph | None = None
-        self._pinned: dict[int, torch.Tensor] = {}  # by storage; never freed, so that a place is used once
+        self._pinned: dict[int, torch.Tensor] = {}  # by storage; never freed, so that no address is used twice
         self.under_way: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def wait(self, what: str) -> None:
-        """The host waits until the device has done all that it was given."""
+        """Wait until the device has finished all queued work."""
         if self.recording is not None:
             raise PretendError(f"{what} waits for the device in a capture")
         self.num_waits += 1
@@ -106,7 +106,7 @@ class PretendCuda(TorchDispatchMode):
         if name == "_embedding_bag_per_sample_weights_backward" and is_on_device and args[0].dtype == torch.bfloat16:
             raise NotImplementedError(f"{name} of bfloat16, which CUDA does not implement")
         place = torch.device(kwargs["device"] if kwargs.get("device") is not None else DEVICE if is_on_device else CPU)
-        place = DEVICE if place == META else place  # a part of an operation on the device
+        place = DEVICE if place == META else place  # part of an operation on the device
         if place.type != "cuda" and not is_on_device:
             return function(*args, **kwargs)
         elsewhere = [tuple(tensor.shape) for tensor in tensors if not isinstance(tensor, OnDevice) and tensor.dim() > 0]
@@ -134,11 +134,11 @@ class PretendCuda(TorchDispatchMode):
         return _mapped(result, torch.Tensor, OnDevice)
 
     def _copy(self, function, args, kwargs):
-        """`target.copy_(source)` and `source.to(device)`, within a place or between both."""
+        """`target.copy_(source)` and `source.to(device)`, within a device or between two."""
         writes = function._opname == "copy_"
         source = args[1] if writes else args[0]
         device = args[0].device if writes else torch.device(kwargs.get("device") or source.device)
-        device = source.device if device == META else device  # as torch itself says of the device's tensors
+        device = source.device if device == META else device  # torch names "meta" as the device of such tensors
         if device == source.device:
             return function(*args, **kwargs) if device.type == "cpu" else self._launch(function, args, kwargs)
         if device.type == "cpu":
@@ -166,7 +166,7 @@ class PretendCuda(TorchDispatchMode):
 
 
 class _Autocast(TorchFunctionMode):
-    """`torch.autocast("cuda", ...)` of what is on the pretended device, which torch's own does not see there."""
+    """`torch.autocast("cuda", ...)` for tensors on the pretended device, which torch's own does not recognise."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function.__name__ in PRODUCTS and torch.is_autocast_enabled("cuda"):
@@ -181,7 +181,7 @@ class _Autocast(TorchFunctionMode):
 
 
 class _Graph:
-    """`torch.cuda.CUDAGraph`: operations in their order, each with the memory it reads and the memory it wrote."""
+    """`torch.cuda.CUDAGraph`: recorded operations in order, with their arguments and results."""
 
     def __init__(self, cuda: PretendCuda) -> None:
         self.calls: list[tuple] = []
@@ -200,11 +200,11 @@ class _Graph:
         for function, args, kwargs, result in self.calls:
             again = function(*args, **kwargs)
             for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():  # else a view, or in place
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():  # not a view, nor in place
                     old.copy_(new)
 
     def spoil(self) -> None:
-        """Nonsense in all memory that its operations took."""
+        """Overwrite all memory that the graph's operations allocated with NaN."""
         inputs, made = set(), set()
         for _, args, kwargs, result in self.calls:
             inputs |= {_storage(tensor) for tensor in _tensors((args, kwargs))} - made
@@ -216,11 +216,11 @@ class _Graph:
 
 @contextmanager
 def pretend_cuda() -> Iterator[PretendCuda]:
-    """A device for as long as the block lasts, with events, streams and graphs."""
+    """A pretended device, with events, streams and graphs, for the duration of the block."""
     cuda = PretendCuda()
 
     class Event:
-        copies: tuple = ()  # that were under way when it was recorded
+        copies: tuple = ()  # copies under way when the event was recorded
 
         def record(self) -> None:
             self.copies = tuple(map(id, cuda.under_way))
@@ -229,11 +229,11 @@ def pretend_cuda() -> Iterator[PretendCuda]:
             if any(id(copy) in self.copies for copy in cuda.under_way):
                 cuda.wait("an event")
 
-    _device._device_constructors()  # torch keeps what it finds here first: its own, not the one below
+    _device._device_constructors()  # torch caches its own functions here, before they are replaced
     make = torch.tensor
 
     def literal(data, *, device=None, **kwargs) -> torch.Tensor:
-        tensor = make(data, **kwargs)  # made on the device, torch 2.11 for CUDA looks for a driver
+        tensor = make(data, **kwargs)  # with a device, torch 2.11 for CUDA would look for a driver
         return tensor if device is None else tensor.to(device)
 
     original_to = torch.Tensor.to
@@ -243,7 +243,7 @@ def pretend_cuda() -> Iterator[PretendCuda]:
         device, dtype, is_queued, _ = torch._C._nn._parse_to(*arguments, **parsed)
         if device is None or device.type != "cuda" or isinstance(tensor, OnDevice):
             return original_to(tensor, *arguments, **named)
-        with torch.no_grad(), cuda:  # a graph of gradients never goes from one place to another here
+        with torch.no_grad(), cuda:  # no gradient goes from one device to another here
             target = {"device": DEVICE, "dtype": dtype or tensor.dtype, "non_blocking": is_queued}
             return cuda._copy(torch.ops.aten._to_copy.default, (tensor.detach(),), target)
 
@@ -252,7 +252,7 @@ def pretend_cuda() -> Iterator[PretendCuda]:
     @wraps(load)
     def loaded(cls, *arguments, **named) -> PreTrainedModel:
         device = named.pop("device_map", {"": CPU})[""]
-        with _disable_current_modes():  # it begins with models that are nowhere ("meta"), and ends on the CPU
+        with _disable_current_modes():  # loading starts with models on "meta", and ends on the CPU
             model = load(cls, *arguments, **named)
         if device.type == "cuda":
             move(model[0] if isinstance(model, tuple) else model)
@@ -265,7 +265,7 @@ def pretend_cuda() -> Iterator[PretendCuda]:
             yield
         finally:
             cuda.recording = None
-        captured.spoil()  # nothing is computed while it is recorded
+        captured.spoil()  # a capture records operations and computes nothing
 
     with (
         mock.patch.multiple(
@@ -284,7 +284,7 @@ def pretend_cuda() -> Iterator[PretendCuda]:
         mock.patch.object(torch, "tensor", literal),
         mock.patch.object(torch.Tensor, "to", to),
         mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(loaded)),
-        # Triton's kernels cannot be run on tensors that pretend, nor can a module's tensors be replaced by others.
+        # Triton kernels cannot run on pretended tensors, nor can other tensors replace those of a module.
         mock.patch.multiple(checks, _add_cuda_layers=mock.DEFAULT, _first_layers_in_float32=lambda model: None),
         _Autocast(),
         cuda,
@@ -294,9 +294,9 @@ def pretend_cuda() -> Iterator[PretendCuda]:
 
 @torch.inference_mode()
 def move(model: nn.Module) -> nn.Module:
-    """A model put on the pretended device: every parameter and buffer.
+    """Move every parameter and buffer of a model to the pretended device.
 
-    Under inference mode as what is computed from them, since torch 2.11 cannot view one as the other.
+    In inference mode, like the tensors computed from them: torch 2.11 cannot make a view of one kind as the other.
     """
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -308,9 +308,9 @@ def move(model: nn.Module) -> nn.Module:
     return model
 
 
-@cache  # torch looks for it by name, in every call
+@cache  # torch looks the key up by name in every call
 def _is_composite(function) -> bool:
-    """Whether an operation is made of others, which are launched in its place."""
+    """Whether an operation is composed of others, which are launched in its place."""
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     has_parts = composite in function.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(
         function.name(), composite
@@ -320,7 +320,7 @@ def _is_composite(function) -> bool:
 
 @cache
 def _returns(function) -> tuple[bool, tuple[int, str] | None]:
-    """Whether an operation returns anything; place and name of the argument that it writes and returns, if any."""
+    """Whether an operation returns anything; index and name of the argument that it writes and returns, if any."""
     for place, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             return bool(function._schema.returns), (place, argument.name)
@@ -328,7 +328,7 @@ def _returns(function) -> tuple[bool, tuple[int, str] | None]:
 
 
 def _mapped(tree, kind: type, change: Callable):
-    """`tree_map_only` for what arguments and results of operations are made of, which takes a fraction of its time."""
+    """A faster `tree_map_only` for the containers in arguments and results of operations."""
     if isinstance(tree, kind):
         return change(tree)
     if type(tree) in (tuple, list):

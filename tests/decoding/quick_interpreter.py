@@ -1,7 +1,7 @@
-"""Triton's interpreter with less to do again: it computes the same.
+"""A faster Triton interpreter with the same results.
 
-A call of a function within a kernel looks for every operation of `triton.language` again, to replace it by the
-interpreter's, though the launch of the kernel has done so. Each operation makes a table of all types, to look one up.
+Triton's interpreter replaces all operations of `triton.language` by its own at each call of a function within a kernel,
+although the launch has done so already, and builds a table of all types at each look-up of a type.
 """
 
 import inspect
@@ -12,7 +12,7 @@ from unittest import mock
 
 @contextmanager
 def quick_interpreter() -> Iterator[None]:
-    """Within a launch replace the operations of a module once, and look each type's numpy type up once."""
+    """Replace the operations of a module once in a launch, and look up the numpy type of each Triton type once."""
     from triton.runtime import interpreter
 
     launch, replace_operations = interpreter.GridExecutor.__call__, interpreter._patch_lang
@@ -33,7 +33,7 @@ def quick_interpreter() -> Iterator[None]:
             named = {module.__name__ for module in function.__globals__.values() if inspect.ismodule(module)}
             modules = modules_of[function] = frozenset(named & {"triton.language", "triton.language.core"})
         if modules in done_in_launch:
-            return None  # only a launch, which is the first, uses what is returned
+            return None  # only the launch, which comes first, uses the returned scope
         scope = replace_operations(function)
         done_in_launch.add(modules)
         return scope

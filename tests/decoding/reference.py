@@ -1,4 +1,4 @@
-"""Slow, obvious versions of what production does fast: attention over slots, and acceptance of a draft."""
+"""Slow reference versions of the attention over slots and of the acceptance of a draft."""
 
 from dataclasses import dataclass
 from functools import singledispatch
@@ -14,7 +14,7 @@ from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed, Verifier
 
 @dataclass(frozen=True)
 class HeldLogits:
-    """Rows of a step whose logits are there already: (num_rows, vocab_size)."""
+    """Given logits of a step's rows: (num_rows, vocab_size)."""
 
     logits: torch.Tensor
 
@@ -28,7 +28,7 @@ class HeldLogits:
 
     def of(self, rows: np.ndarray) -> torch.Tensor:
         if len(rows) == self.num_rows and (rows == np.arange(self.num_rows)).all():
-            return self.logits  # not a copy, as of a model's
+            return self.logits  # not a copy, like a model's logits
         return self.logits[rows]
 
 
@@ -61,7 +61,7 @@ def reference_attention(
     sinks: torch.Tensor | None = None,
     shape=None,
 ) -> torch.Tensor:
-    """The contract of `metadata`, one sequence at a time, on any device. `shape` means nothing here."""
+    """Attention as `metadata` describes it, one sequence at a time, on any device. `shape` is ignored."""
     num_heads, num_kv_heads = query.shape[1], keys.shape[0]
     result = query.new_zeros(query.shape[0], num_heads, values.shape[2])
     for sequence in range(len(metadata.num_committed)):
@@ -84,7 +84,7 @@ def reference_attention(
 
 
 def reference_accept(rule: Verifier, logits: np.ndarray, tree: TokenTree, end_ids: set[int]) -> Acceptance:
-    """`verify` for one sequence, slow and obvious: every path from the root is tried.
+    """The slow reference of `verify` for one sequence: try every path from the root.
 
     `logits` float32[n + 1, vocab_size]: after the last committed token, then after each node.
     """
@@ -125,7 +125,7 @@ def reference_accept(rule: Verifier, logits: np.ndarray, tree: TokenTree, end_id
 
 @singledispatch
 def reference_rule(rule: Verifier, logits: np.ndarray, log_probs: np.ndarray, token: int, source: int) -> bool:
-    """Whether a token that is not the target's choice is accepted by one row of the target's: as its paper says."""
+    """Whether a rule accepts a token other than the target's choice, given one row of the target's logits."""
     raise AssertionError(rule)
 
 

@@ -1,4 +1,4 @@
-"""A LoRA adapter merged at load: the sum written out by hand, another identity, and what makes an adapter wrong."""
+"""A LoRA adapter merged at load: the sum computed by hand, a new model id, and adapters that are refused."""
 
 import json
 import sys

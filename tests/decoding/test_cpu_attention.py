@@ -72,7 +72,7 @@ def test_any_ragged_batch_on_any_number_of_threads(lengths, dims, window, thread
 
 
 def part_of(metadata: AttentionMetadata, b: int, new: np.ndarray) -> AttentionMetadata:
-    """Sequence b alone, with those of its new tokens alone; the chain stays whole, and what it sees stays with it."""
+    """The metadata of sequence `b` alone, with only the new tokens `new`."""
     slots = metadata.slots[slice(*metadata.cu_seqlens_k[b : b + 2].tolist())]
     committed, chain = int(metadata.num_committed[b]), int(metadata.num_chain[b])
     tokens, nodes = metadata.cu_seqlens_q[b] + new, new[new >= chain] - chain
@@ -94,7 +94,7 @@ def part_of(metadata: AttentionMetadata, b: int, new: np.ndarray) -> AttentionMe
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("dims", [(40, 24), (96, 64)])
 def test_a_token_has_the_same_bits_whatever_shares_batch_and_tree(dtype, window, dims):
-    """Each sequence alone, each node with its ancestors alone, and a prompt in parts, of one token upwards."""
+    """Each sequence alone, each node with only its ancestors, and prompts cut to parts of one token and more."""
     pack = random_pack(LENGTHS, 6, 2, *dims, dtype=dtype)
     metadata, query = on_host(pack.metadata), pack.query
     keys, values = pack.keys.contiguous(), pack.values.contiguous()

@@ -1,4 +1,4 @@
-"""Packed linear layers compute what the plain ones do, whatever is asked of them and in whatever order."""
+"""Packed linear layers compute the same as plain ones, for all shapes and in any order of calls."""
 
 import copy
 
@@ -12,7 +12,7 @@ from laserbatch.pipeline.decoding.model.cpu_linear import JoinedLinear, relayout
 
 
 class Projections(nn.Module):
-    """Three layers of one input."""
+    """Three linear layers with the same input."""
 
     def __init__(self, has_bias: bool) -> None:
         super().__init__()

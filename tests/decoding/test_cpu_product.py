@@ -1,4 +1,4 @@
-"""Products on a CPU against torch's in float64, by each kind of instruction that this processor has."""
+"""Matrix products on a CPU against torch's in float64, for each instruction set of this processor."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Forwards over ragged index arrays, padded and not, captured and not, against those over groups and masks."""
+"""Forwards over ragged index arrays, padded or captured or not, against forwards over groups and masks."""
 
 import gc
 import json
@@ -78,7 +78,7 @@ def masked_attention(
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run on this CPU; skips the test where triton is not installed."""
+    """Whether Triton kernels run in the interpreter on this CPU; skips the test if triton is not installed."""
     pytest.importorskip("triton", reason="triton is not installed")
     from laserbatch.pipeline.decoding.attention.triton_attention import INTERPRETED
 
@@ -99,7 +99,7 @@ def assert_equal_logits(
     tolerance: float = 1e-5,
     lengths: tuple[int, ...] = (3, 14, 8),
 ) -> None:
-    """The same feeds to all runners: prompts in parts, trees, sequences that end and begin."""
+    """Give all runners the same feeds: prompts in parts, trees, sequences that begin and end."""
     rng = np.random.default_rng(seed)
     pending: dict[int, list[int]] = {}
     for step in range(num_steps):
@@ -156,7 +156,7 @@ def test_masked_attention_of_these_tests_equals_the_slow_one(architecture):
 
 
 class CountingForward(BufferedForward):
-    """Captures a bucket as a call that is made again."""
+    """Stores a function that repeats a bucket's forward in place of a captured graph."""
 
     def _capture(self, bucket: Bucket, shape: LaunchShape) -> None:
         bucket.graph = lambda: self._forward(bucket.buffers, shape)
@@ -178,7 +178,7 @@ class OutOfMemoryForward(CountingForward):
 
 
 def stepping(model, kind):
-    """A runner that captures by `kind`, and a function that takes a step of one token."""
+    """A runner whose forward is of class `kind`, and a function that runs a step of one token."""
     runner = buffered_runner(model, masked_attention, kind, captures=True)
     feed = Feed(runner.cache.acquire(np.array([1, 2], np.int32), 60).row, np.array([1], np.int32))
     return runner, lambda: runner.forward([feed]).logits.clone()
@@ -189,7 +189,7 @@ def counts(forward: BufferedForward) -> tuple[int, int, int, int]:
 
 
 def test_captured_steps_are_dropped_when_the_store_has_grown():
-    """Memory of other strides may need other kernels, which an eager step compiles before the next capture."""
+    """Other strides may need other kernels: an eager step compiles them before the next capture."""
     runner, step = stepping(prepared(), CountingForward)
     first = [step() for _ in range(3)][-1]
     assert counts(runner.buffered) == (1, 0, 2, 1)
@@ -203,7 +203,7 @@ def test_a_cache_of_another_capacity_at_the_same_addresses_voids_a_graph():
     runner, step = stepping(prepared(), CountingForward)
     [step() for _ in range(3)]
     assert counts(runner.buffered) == (1, 0, 2, 1)
-    runner.cache.free.capacity -= 1  # of the same tensors
+    runner.cache.free.capacity -= 1  # the tensors stay the same
     step()
     assert counts(runner.buffered) == (1, 0, 2, 2)
 
@@ -295,7 +295,7 @@ def test_buckets_that_were_not_used_for_the_longest_time_are_dropped(monkeypatch
 
 @pytest.mark.parametrize("corpus", ["reki", "goodreads"])
 def test_padding_of_published_texts_steps_is_small(corpus):
-    """Steps of a batch of 64 with 8 drafts each, by size and wanted logits: of `host_time.stream_turn`."""
+    """Steps at batch size 64 with 8 drafts a text, by number of tokens and of logits, from `host_time.stream_turn`."""
     steps = json.loads((Path(__file__).parent / "step_sizes.json").read_text())[corpus]
     padded_tokens = BufferedForward._padded_tokens
     bucketed = [(n, padded_tokens(None, n, num_logits), count) for n, num_logits, count in steps]
@@ -334,14 +334,14 @@ def test_what_was_captured_before_is_replayed_by_the_first_step_of_its_size():
 
 
 def test_a_step_whose_memory_was_given_back_is_not_captured():
-    """The forward that makes the cache anew must not be recorded: each replay would empty it."""
+    """The forward that allocates the cache again must not be recorded: each replay would empty the cache."""
     model = prepared()
     runner = buffered_runner(model, masked_attention, CountingForward, captures=True)
     counting = runner.buffered
     row = runner.cache.acquire(np.array([1, 2], np.int32), 60).row
     feed = Feed(row, np.array([1], np.int32))
     first = [runner.forward([feed]).logits.clone() for _ in range(2)][-1]
-    given_back = runner.cache.layers  # held, so that the next memory lies elsewhere
+    given_back = runner.cache.layers  # kept alive, so that the next allocation has another address
     runner.cache.shrink()
     assert given_back and not runner.cache.layers and counting.num_captures == 1
     for num_captures in (1, 2):
@@ -350,7 +350,7 @@ def test_a_step_whose_memory_was_given_back_is_not_captured():
 
 
 class RefusesDeviceReads(TorchDispatchMode):
-    """Refuses what no CUDA graph records: values read from or sent to the device, and sizes that depend on them."""
+    """Refuses what no CUDA graph records: values read from or sent to the device, and sizes that depend on values."""
 
     REFUSED = ("_local_scalar_dense", "item", "nonzero", "masked_select", "_unique2", "is_nonzero", "lift_fresh")
 
@@ -362,7 +362,7 @@ class RefusesDeviceReads(TorchDispatchMode):
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, "mixtral", "gpt_oss"])
 def test_a_models_step_reads_nothing_from_the_device(architecture):
-    """Else its capture would fail and every step of it would run without a graph."""
+    """Otherwise its capture would fail, and each of its steps would run without a graph."""
     model = prepared(architecture)
     runner = buffered_runner(model, masked_attention)
     feed = Feed(runner.cache.acquire(np.array([1, 2], np.int32), 60).row, np.array([1], np.int32))
@@ -438,7 +438,7 @@ def test_models_run_through_the_kernel(architecture):
 
 
 def test_the_kernel_runs_steps_that_are_captured_before_they_are_needed():
-    """A step of padding alone, over few parts of the keys and over many."""
+    """A captured step of padding alone, with few parts of the keys and with many."""
     if not is_interpreted():
         pytest.skip("triton was imported before TRITON_INTERPRET=1 was set")
     model = prepared(num_hidden_layers=1)

@@ -1,4 +1,4 @@
-"""Our layers for CUDA against transformers' own: on a GPU where there is one, else through Triton's interpreter."""
+"""Our layers for CUDA against transformers' own: on a GPU if there is one, otherwise in Triton's interpreter."""
 
 from functools import partial
 from unittest import mock
@@ -27,7 +27,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(
     DEVICE.type == "cpu" and not is_interpreted(), reason="no CUDA, and triton was imported before TRITON_INTERPRET=1"
 )
-SERVED = {  # of one layer where both are alike, and all of it is interpreted
+SERVED = {  # one layer if all layers are alike, since all of it is interpreted
     "llama with biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4, "num_hidden_layers": 1},
     "mistral": {"num_hidden_layers": 1},
     "qwen2": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
@@ -38,7 +38,7 @@ SERVED = {  # of one layer where both are alike, and all of it is interpreted
 
 @pytest.fixture
 def whole_keys(monkeypatch) -> None:
-    """Keys are not cut into parts, each of which is a program to interpret: the layers are the same."""
+    """Do not cut keys into parts, each of which would be a program to interpret; the layers do not depend on it."""
     monkeypatch.setattr(metadata, "MIN_PROGRAMS", 0)
 
 
@@ -77,9 +77,9 @@ def test_they_compute_what_transformers_does(name):
 @pytest.mark.usefixtures("whole_keys")
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
 def test_they_round_where_transformers_does(name):
-    """In the interpreter most hidden states are the same bits; it cuts bfloat16 off, so that they are float16 there.
+    """Most hidden states must be bit-identical in the interpreter. It truncates bfloat16, so float16 is used there.
 
-    On a GPU joined products take other kernels of cuBLAS, which add in another order.
+    On a GPU, joined products use other cuBLAS kernels, which add in another order.
     """
     model, layers = prepared(name, torch.bfloat16 if DEVICE.type == "cuda" else torch.float16)
     hidden = []
@@ -103,7 +103,7 @@ def test_projections_share_their_memory_with_the_joined_ones():
     model = tiny_model("qwen2", **SERVED["qwen2"]).to(DEVICE)
     layers = CudaLayers.of(model)
     if DEVICE.type == "cuda":
-        prepare_model(model)  # joins them again, and keeps what it joined last
+        prepare_model(model)  # joins the weights again, and keeps the last joined ones
         layers = model.cuda_layers
     attention = model.model.layers[0].self_attn
     joined = layers._layers[0].qkv[0].untyped_storage().data_ptr()
@@ -160,7 +160,7 @@ def test_a_step_is_captured_anew_when_the_rotary_tables_have_grown():
 
 
 class CountsOperations(TorchDispatchMode):
-    """Operations of torch that launch something on a device; views and empty tensors do not."""
+    """Counts torch operations that launch something on a device; views and empty tensors do not."""
 
     VIEWS = ("view", "_unsafe_view", "transpose", "t", "slice", "select", "expand", "detach", "empty", "new_empty",
              "empty_like", "split", "as_strided", "unsqueeze", "squeeze", "permute", "alias")  # fmt: skip
@@ -175,7 +175,7 @@ class CountsOperations(TorchDispatchMode):
 
 
 class CountsLaunches:
-    """Stands for a kernel and counts its launches; computes nothing."""
+    """Replaces a kernel and counts its launches; computes nothing."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -203,7 +203,7 @@ def test_launches_of_a_step_of_32_layers(name, most, monkeypatch):
     runner.buffered._checked = AllKinds()
     prompt = np.arange(90, dtype=np.int32) % 90
     row = runner.cache.acquire(prompt, 600).row
-    for _ in range(4):  # until its keys are more than one part
+    for _ in range(4):  # until its keys have more than one part
         batch = runner.forward([Feed(row, prompt)]).batch
         runner.cache.commit([row], batch.sizes, batch.slot_mapping)
     for counter in counters:

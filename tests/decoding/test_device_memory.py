@@ -1,4 +1,4 @@
-"""A model that does not fit is refused with figures before it is loaded."""
+"""A model that does not fit into memory is refused before it is loaded, with the figures."""
 
 import json
 
@@ -49,7 +49,7 @@ def test_file_that_is_no_safetensors_is_named(tmp_path, content):
         num_stored_values([tmp_path / "model.safetensors"])
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma4_text"])  # whose layers have heads of two sizes
+@pytest.mark.parametrize("architecture", ["llama", "gemma4_text"])  # gemma4_text has heads of two sizes
 def test_estimate_of_the_cache_is_what_the_engine_finds(architecture, folder):
     sizes = {"vocab_size": 260, "vocab_size_per_layer_input": 260, "num_kv_shared_layers": 0}
     tiny_model(architecture, **sizes).save_pretrained(folder)
@@ -133,7 +133,7 @@ def test_weights_keep_their_own_type_on_a_gpu(folder, monkeypatch):
         require_room(folder, weights, config, "auto", cuda)
     assert dtypes == ["cuda"]
     monkeypatch.setattr(load, "memory_of", roomy_gpu)
-    require_room(folder, weights, config, "auto", cuda)  # weights do not go through main memory
+    require_room(folder, weights, config, "auto", cuda)  # weights that go straight to a GPU need no main memory
 
 
 def test_the_cache_may_take_part_of_what_is_free():
@@ -164,7 +164,7 @@ def test_steps_of_other_models_take_memory_too(architecture):
     [("cpu", 1, 500), ("cpu", 4, 125), ("cuda", 1, 800), ("cuda", 2, 720), ("cuda", 4, 320)],
 )
 def test_engines_share_the_memory_of_a_machine_or_gpu(monkeypatch, device, num_sharing, expected):
-    """Each has an equal part of a GPU. The weights of this one take as much memory as a cache of 100 tokens."""
+    """Each engine gets an equal share of a GPU. The weights take as much memory as a cache of 100 tokens."""
     memory = Memory(device, free_bytes=1000 * 64, total_bytes=2000 * 64)
     monkeypatch.setattr(device_memory, "memory_of", lambda device: memory)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 100 * 64)

@@ -39,7 +39,7 @@ def by_id(results) -> dict:
 
 
 def fed_tokens(engine: Engine) -> list[int]:
-    """Counts, as they happen, of the tokens that each forward computes."""
+    """The list to which each later forward of the engine appends the number of tokens that it computes."""
     counts = []
     forward = engine.runner.forward
 
@@ -60,14 +60,14 @@ def test_defaults_decode_plainly():
 def test_shared_prefix_is_computed_once():
     template = np.arange(20, 60, dtype=np.int32)
     prompts = [np.concatenate((template, [60 + i])).astype(np.int32) for i in range(6)]
-    engine = tiny_engine(MODEL, batch_size=6, max_prefill_tokens=16)  # all come at once, and one computes it in parts
+    engine = tiny_engine(MODEL, batch_size=6, max_prefill_tokens=16)  # one computes the prefix in parts
     counts = fed_tokens(engine)
     results = list(engine.generate(requests_for(prompts, 1)))
     assert sum(counts) == 40 + 6
     stats = DecodingStats.of(results, 1.0)
     assert (stats.num_prompt_tokens, stats.num_prompt_reused) == (6 * 41, 5 * 40)
     list(engine.generate(requests_for(prompts, 1)))
-    assert sum(counts) <= 40 + 6 + 6 + 6  # a later stream finds the prefix again
+    assert sum(counts) <= 40 + 6 + 6 + 6  # a later stream finds the cached prefix
 
 
 def test_requests_are_pulled_as_rows_come_free():
@@ -115,13 +115,13 @@ def test_prompt_that_exceeds_the_cache_fails_alone():
     requests = [GenerationRequest("a", PROMPTS[0], None, None, 60), *requests_for(PROMPTS[:3], 5)]
     results = by_id(engine.generate(requests))
     assert results["a"].reason.startswith("too-long") and len(results) == 4
-    engine = tiny_engine(MODEL, max_cache_tokens=160)  # holds the model's context of 128, and with it any limit
+    engine = tiny_engine(MODEL, max_cache_tokens=160)  # room for the context of 128, and so for any limit
     assert all(r.token_ids.size for r in engine.generate([GenerationRequest("b", PROMPTS[0], None, None, 500)]))
 
 
 @contextmanager
 def breaks_where(model, token: int):
-    """A model that breaks where a token appears."""
+    """Have a model raise an error if its input contains `token`."""
 
     def refuse(module, arguments):
         if (arguments[0] == token).any():
@@ -167,7 +167,7 @@ def test_what_the_caller_does_between_texts_is_no_part_of_a_step(monkeypatch):
 
 @pytest.mark.parametrize("num_good", [1, 6])
 def test_a_lost_device_ends_the_stream_and_fails_no_text(num_good):
-    """Every later call fails too, so that no text may be tried alone."""
+    """Every later call fails too, so no text may be retried alone."""
     engine = tiny_engine(MODEL, batch_size=4)
     forward, num_forwards = engine.runner.forward, itertools.count(1)
 
@@ -229,7 +229,7 @@ def test_what_was_not_finite_does_not_reach_the_next_text_of_its_row():
 
 
 def test_a_part_of_a_prompt_that_is_not_finite_is_not_shared():
-    """Attention to a masked NaN is NaN: what stands before it in the same part is spoiled too."""
+    """Attention to a masked NaN is NaN, so tokens before it in the same part are spoiled too."""
     engine = tiny_engine(MODEL, batch_size=3, max_prefill_tokens=16)
     with torch.no_grad():
         engine.runner.model.get_input_embeddings().weight[1] = float("nan")
@@ -242,7 +242,7 @@ def test_a_part_of_a_prompt_that_is_not_finite_is_not_shared():
 
 
 class PoisonDrafter(Drafter):
-    """Drafts a token that no model chooses, next to a guess and above another one."""
+    """Drafts a token that no model chooses: beside a guess, and as the parent of another guess."""
 
     def draft(self, sequence) -> TokenTree:
         guess = int(sequence.context[-1])
@@ -268,11 +268,11 @@ def test_stream_closed_early_gives_its_rows_back():
 
 
 def test_streams_of_one_engine_may_take_turns():
-    """A stream is asked for its next text while another one is between its forward and its verification."""
+    """A stream is asked for its next text while another stream is between its forward and its verification."""
     expected = plain_texts(MODEL, PROMPTS, 9)
     engine = tiny_engine(MODEL, batch_size=len(PROMPTS))
     engine.concurrency.current = 2
-    requests = [  # which end one after another
+    requests = [  # texts of different lengths
         replace(request, max_new_tokens=3 + 2 * (number % 4)) for number, request in enumerate(requests_for(PROMPTS, 9))
     ]
     streams = [engine.generate(requests[part::2], OracleDrafter(expected), Greedy()) for part in (0, 1)]

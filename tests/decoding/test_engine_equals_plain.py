@@ -1,4 +1,4 @@
-"""The keystone: whatever is drafted and whatever shares the batch, greedy verification writes plain greedy texts."""
+"""The keystone: for any drafts and any batch, greedy verification writes the texts of plain greedy decoding."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 
 MAX_NEW = 24
-BATCHES = (1, 3, 9)  # a text alone, a queue of others, all at once
+BATCHES = (1, 3, 9)  # one text at a time; a queue; all texts at once
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def plain() -> tuple:
 
 
 class MixedDrafter(Drafter):
-    """Sequences that share a batch are each drafted in another way."""
+    """Drafts for the sequences of a batch with different drafters."""
 
     def __init__(self, drafters: list) -> None:
         self.drafters = drafters
@@ -46,7 +46,7 @@ class MixedDrafter(Drafter):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_verification_equals_generate(architecture, tmp_path):
-    is_first = architecture == "llama"  # what no layer knows of is tried with it: further sizes, a drafter for all
+    is_first = architecture == "llama"  # more batch sizes, and one drafter for all: no layer depends on them
     model, prompts = tiny_model(architecture), tiny_prompts(9 if is_first else 5)
     expected = plain_texts(model, prompts, MAX_NEW)
     assert len({tuple(text) for text in expected}) > 3, "the random model says too little to test with"

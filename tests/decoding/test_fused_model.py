@@ -23,12 +23,12 @@ from laserbatch.pipeline.decoding.token_tree import TokenTree, TreeBatch
 from laserbatch.pipeline.processor import multiplies_bfloat16
 
 CPU = torch.device("cpu")
-WIDE = "gemma3_text", {"head_dim": 32}  # its heads' attention is multiplied by AMX where the processor has it
+WIDE = "gemma3_text", {"head_dim": 32}  # where the processor has AMX, it computes the attention of such heads
 PARENTS = np.array([-1, 0, 0, 2, -1], np.int32)
 
 
 def forwards(model, fused) -> tuple[list[torch.Tensor], KVCache]:
-    """Logits of prompts (with padding to a compiled size), then of trees below them; and what they left behind."""
+    """Logits of prompts (padded to a compiled size) and of trees below them, and the cache after both."""
     rng = np.random.default_rng(0)
     cache = KVCache(3)
     runner = ModelRunner(model, cache, CPU)
@@ -81,7 +81,7 @@ def test_threads_divide_tokens_and_not_sums(architecture, monkeypatch):
 @pytest.mark.skipif(not multiplies_bfloat16(), reason="this processor does not multiply bfloat16")
 @pytest.mark.parametrize(("architecture", "changes"), [("llama", {}), ("qwen3", {}), ("gemma3_text", {}), WIDE])
 def test_in_bfloat16_its_error_is_no_larger_than_that_of_transformers(architecture, changes):
-    """Both against transformers' own layers in float32, over the same rounded weights."""
+    """Both errors are against transformers' own layers in float32, with the same rounded weights."""
     rounded = tiny_model(architecture, **changes).bfloat16()
     exact = prepare_model(copy.deepcopy(rounded).float()).model
     plain, model = copy.deepcopy(rounded), prepare_model(rounded).model

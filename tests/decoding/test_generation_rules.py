@@ -41,7 +41,7 @@ def test_texts_under_a_repetition_penalty_are_those_of_generate(batch_size, max_
     expected = plain_texts(model, prompts, 24)
     assert sum(text != other for text, other in zip(expected, without, strict=True)) > 4
     engine = tiny_engine(model, batch_size=batch_size, max_prefill_tokens=9, max_cache_tokens=max_cache_tokens)
-    engine.concurrency.expected_output = lambda sequence: 1  # more are admitted than the cache holds
+    engine.concurrency.expected_output = lambda sequence: 1  # so more sequences are admitted than the cache holds
     for drafter in (NoDrafter(), NonsenseDrafter(), OracleDrafter(expected)):
         results = list(engine.generate(requests_for(prompts, 24), drafter, Greedy()))
         assert {int(r.request_id): r.token_ids.tolist() for r in results} == dict(enumerate(expected))
@@ -49,7 +49,7 @@ def test_texts_under_a_repetition_penalty_are_those_of_generate(batch_size, max_
 
 
 def padded(contexts: list[np.ndarray]) -> np.ndarray:
-    """Behind its end each repeats its first token."""
+    """Contexts padded to equal length, each by repetitions of its first token."""
     longest = max(map(len, contexts))
     return np.stack([[*context, *[context[0]] * (longest - len(context))] for context in contexts]).astype(np.int64)
 
@@ -60,7 +60,7 @@ def test_contexts_on_the_device_are_those_of_the_sequences_and_only_what_is_new_
     """Sequences come, grow, change rows and end, in any order."""
     num_rows, rng = 3, np.random.default_rng(data.draw(st.integers(0, 99)))
     context_ids, live, waiting, sent = ContextIds(num_rows, torch.device("cpu")), [], [], []
-    known: dict[tuple[int, int], int] = {}  # of a row and its sequence, tokens that were sent
+    known: dict[tuple[int, int], int] = {}  # (row, sequence) -> number of tokens that were sent
 
     def watched(array, device):
         sent.append(len(array))

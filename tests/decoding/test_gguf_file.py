@@ -1,4 +1,4 @@
-"""GGUF files: the model that they hold writes what the same model writes from safetensors, and others are refused."""
+"""GGUF files: their models write the same texts as from safetensors, and files that cannot be read are refused."""
 
 import importlib.util
 import json
@@ -24,13 +24,13 @@ TEXT = "<|user|> The Salt Harbour (1995), 120 min: <|end|> naïve 海\n\n  two"
 
 
 def interleaved(weight: torch.Tensor, num_heads: int) -> np.ndarray:
-    """Rows of queries or keys as llama.cpp rotates them: neighbours, where transformers rotates halves."""
+    """Reorder the rows of query or key weights for llama.cpp, which rotates neighbours; transformers rotates halves."""
     by_half = weight.float().reshape(num_heads, 2, -1, weight.shape[1])
     return by_half.transpose(1, 2).reshape(weight.shape).numpy()
 
 
 def write_sample_gguf(path: Path, quantization=None, **changes) -> Path:
-    """The bundled model as a GGUF file, as llama.cpp's converter writes one; `changes` are other metadata."""
+    """Write the bundled model as a GGUF file, as llama.cpp's converter does; `changes` replace metadata."""
     quantization = quantization or gguf.GGMLQuantizationType.F32
     weights, tokenizer = load_file(SAMPLE_MODEL / "model.safetensors"), load_tokenizer(SAMPLE_MODEL)
     config = AutoModelForCausalLM.from_pretrained(SAMPLE_MODEL).config

@@ -1,4 +1,4 @@
-"""Guided decoding: texts keep to their grammar, whatever is drafted, and are those of a plain loop of masked argmax."""
+"""Guided decoding: texts keep to their grammar for any drafts, and equal those of a plain loop of masked argmax."""
 
 import json
 
@@ -74,7 +74,7 @@ def model():
 
 @torch.inference_mode()
 def reference(engine: Engine, model, request: GenerationRequest, num_tokens: int) -> list[int]:
-    """The likeliest allowed token, one after the other, by transformers and a matcher that is never rolled back."""
+    """The greedy text among allowed tokens, by transformers and a matcher that is never rolled back."""
     tokenizer = llguidance.hf.from_tokenizer(engine.tokenizer, engine.vocab_size, list(engine.loaded.end_ids))
     matcher = llguidance.LLMatcher(tokenizer, request.grammar)
     context, cache = request.prompt_ids.tolist(), DynamicCache()
@@ -170,7 +170,7 @@ def test_texts_that_give_their_memory_back_go_on_as_they_were(engine):
 
 
 def test_masks_are_those_of_a_matcher_that_followed_the_path(engine):
-    """Rows in any order, siblings, and paths that the grammar forbids, which nothing may follow."""
+    """Rows in any order, siblings, and paths that the grammar forbids, after which no token is allowed."""
     from laserbatch.pipeline.decoding.token_tree import TokenTree, TreeBatch
 
     class Rows:
@@ -200,7 +200,7 @@ def test_masks_are_those_of_a_matcher_that_followed_the_path(engine):
 @pytest.mark.parametrize("grammar", [JSON, LINES])
 @pytest.mark.parametrize("max_tokens", [48, 300])
 def test_tokens_are_allowed_where_their_masks_hold_them(engine, grammar, max_tokens):
-    """Paths of allowed tokens with one that need not be, far from the limit and close to it."""
+    """Paths of allowed tokens and one token that may be forbidden, far from the limit and close to it."""
     rng, guide, compared = np.random.default_rng(max_tokens), engine.grammars.guide(grammar, max_tokens), 0
     output = guide.forced(max_tokens - 2)
     for _round in range(60):
@@ -217,7 +217,7 @@ def test_tokens_are_allowed_where_their_masks_hold_them(engine, grammar, max_tok
             path.append(token)
             is_left |= token in engine.loaded.end_ids
         assert guide.num_allowed(path) == num_allowed
-        assert guide.num_allowed(path[::-1][:1]) in (0, 1)  # and back again, from the committed output
+        assert guide.num_allowed(path[::-1][:1]) in (0, 1)  # the matcher returns to the committed output
         assert guide.num_allowed(path) == num_allowed
         compared += 1
         accepted = [token for token in path[: max(1, num_allowed)] if token not in engine.loaded.end_ids]
@@ -231,7 +231,7 @@ def test_tokens_are_allowed_where_their_masks_hold_them(engine, grammar, max_tok
 
 def test_forced_tokens_of_a_written_text_are_those_that_were_appended(engine):
     to_write = requests(engine, [JSON, LINES], 96)
-    for drafting in (None, drafter()):  # a draft may be ahead of some
+    for drafting in (None, drafter()):  # a draft may be ahead of some forced tokens
         results = written(engine, to_write, drafting)
         for request in to_write:
             result = results[request.request_id]

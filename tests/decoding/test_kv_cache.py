@@ -14,7 +14,7 @@ TEMPLATE = list(range(50, 70))
 
 
 def marks_of(tokens, positions) -> torch.Tensor:
-    """Keys of two heads that say which token they belong to: (2, num_tokens, 1)."""
+    """Keys of two heads that encode tokens and positions: (2, num_tokens, 1)."""
     marks = torch.tensor([t * 1000.0 + p for t, p in zip(tokens, positions, strict=True)])
     return torch.stack((marks, marks + 0.5))[:, :, None]
 
@@ -27,7 +27,7 @@ def write(cache: KVCache, slots, tokens, positions) -> None:
 
 
 def write_all(cache: KVCache, row: int, tokens: list[int]) -> None:
-    """Compute and keep the rest of a prompt."""
+    """Compute and commit the rest of a prompt."""
     length = int(cache.lengths[row])
     slots = cache.reserve([row], [len(tokens) - length])
     write(cache, slots, tokens[length:], range(length, len(tokens)))
@@ -42,7 +42,7 @@ def admit(cache: KVCache, prompt: list[int], num_tokens: int = 100) -> tuple[int
 
 
 def check(cache: KVCache, live: dict[int, list[int]]) -> None:
-    """The cache against the texts it should hold: contents, owners, counts and what is free."""
+    """Check the cache against the texts that it should hold: contents, owners, counts and free slots."""
     holders: Counter = Counter()
     text_of_slot: dict[int, tuple] = {}
     for row, text in live.items():
@@ -50,7 +50,7 @@ def check(cache: KVCache, live: dict[int, list[int]]) -> None:
         assert len(slots) == len(set(slots)) == len(text) == cache.lengths[row]
         for position, slot in enumerate(slots):
             holders[slot] += 1
-            # Two rows may name one slot for one and the same beginning alone.
+            # Two rows may share a slot only if their texts are equal up to it.
             assert text_of_slot.setdefault(slot, tuple(text[: position + 1])) == tuple(text[: position + 1])
         for layer, memory in cache.layers.items():
             expected = marks_of(text, range(len(text))) + 0.25 * layer
@@ -73,7 +73,7 @@ def check(cache: KVCache, live: dict[int, list[int]]) -> None:
 @mock.patch.object(free_slots, "BLOCK_SLOTS", 4)
 @given(st.data())
 def test_slots_hold_their_texts_and_nothing_leaks(data):
-    """Random admissions, steps of several rows, preemptions and ends, against a dictionary of lists."""
+    """Random admissions, steps of several rows, preemptions and ends, compared with a dictionary of lists."""
     max_tokens = data.draw(st.sampled_from([UNBOUNDED, 60, 120, 1500]))
     cache = KVCache(4, max_tokens)
     live: dict[int, list[int]] = {}
@@ -132,7 +132,7 @@ def test_slots_hold_their_texts_and_nothing_leaks(data):
             if action == "preempt":
                 waiting.append(text)
         elif action == "retry" and live and cache.make_room(3):
-            cache.reserve(sorted(live)[:1], [3])  # a forward that failed: nothing was kept
+            cache.reserve(sorted(live)[:1], [3])  # a forward that failed: nothing is committed
         elif action == "forget":
             cache.drop_prefixes()
             assert not cache._ended
@@ -165,7 +165,7 @@ def test_least_recently_used_prompt_goes_first():
     prompts = [[start + i for i in range(20)] for start in (100, 200, 300)]
     for prompt in prompts[:2]:
         cache.release(admit(cache, prompt, 20)[0])
-    cache.release(admit(cache, [*prompts[0], 1], 21)[0])  # the first is used again
+    cache.release(admit(cache, [*prompts[0], 1], 21)[0])  # makes the first prefix the more recently used one
     admit(cache, prompts[2], 20)
     assert cache.longest_prefix(np.array(prompts[0], np.int32))[0] == 20
     assert cache.longest_prefix(np.array(prompts[1], np.int32))[0] == 0
@@ -238,7 +238,7 @@ def test_growth_that_the_device_refuses_lowers_the_bound(monkeypatch, caplog):
 
 
 def slow_reserve(cache: KVCache, rows: list[int], counts: list[int]) -> list[int]:
-    """A row continues after its last slot if the next is free and no earlier row takes it; others begin new runs."""
+    """A row continues after its last slot if the next slots are free and not taken; other rows begin new runs."""
     is_free, starts, slots = cache.free._is_free.copy(), [], []
     for row, count in zip(rows, counts, strict=True):
         start = cache.slots_of(row)[-1] + 1 if cache.lengths[row] else cache.capacity
@@ -256,7 +256,7 @@ def slow_reserve(cache: KVCache, rows: list[int], counts: list[int]) -> list[int
 
 
 def slow_new_run(is_free: np.ndarray, num_tokens: int) -> list[int]:
-    """The first free blocks that lie together, where there are enough, or the first free slots."""
+    """The first adjacent free blocks that suffice, otherwise the first free slots."""
     free = np.flatnonzero(is_free).tolist()
     blocks = [
         at
@@ -291,7 +291,7 @@ def test_a_shrunk_cache_holds_the_memory_of_its_live_rows_alone():
     cache = KVCache(4, max_tokens=20 * GROWTH_STEP)
     texts = [[1000 * i + j for j in range(2000)] for i in range(4)]
     rows = [admit(cache, text, 2100)[0] for text in texts]
-    for row in rows[:3]:  # the last lies at the end
+    for row in rows[:3]:  # the last row is at the end of the cache
         cache.release(row)
     held, per_token = bytes_of(cache), cache.bytes_per_token()
     assert held >= 8000 * per_token
@@ -316,7 +316,7 @@ def test_the_bound_sinks_no_lower_than_a_text_needs():
 
 @pytest.mark.parametrize("num_copied", [0, 1, 2, 3, 5])
 def test_a_cache_is_whole_where_there_is_no_memory_to_shrink_it(monkeypatch, num_copied):
-    """Two layers of two tensors: each is copied in part where slots move, and as a whole where it is cut."""
+    """Two layers of two tensors: moved slots are copied in part, and a shortened tensor as a whole."""
     cache = KVCache(2)
     first, _ = admit(cache, [*range(900)], 1000)
     other = [*range(5000, 5600)]
@@ -337,6 +337,6 @@ def test_a_cache_is_whole_where_there_is_no_memory_to_shrink_it(monkeypatch, num
             patch.setattr(torch.Tensor, name, scarce(getattr(torch.Tensor, name)))
         cache.shrink()
     check(cache, {second: other})
-    assert cache.make_room(2000)  # and grows
+    assert cache.make_room(2000)  # and can grow again
     write_all(cache, second, [*other, *range(9000, 9900)])
     check(cache, {second: [*other, *range(9000, 9900)]})

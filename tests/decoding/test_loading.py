@@ -36,7 +36,7 @@ def folder(tmp_path):
 def test_folder_becomes_an_engine(folder):
     engine = Engine.from_pretrained(folder, DecodingSettings(batch_size=2), device="cpu")
     assert engine.max_context == 128 and engine.model_id.startswith("my-model-")
-    assert 256 in engine.end_ids and len(engine.end_ids) == 9  # the tokenizer's, and all of the generation config's
+    assert 256 in engine.end_ids and len(engine.end_ids) == 9  # those of the tokenizer and of the generation config
     prompts = tiny_prompts(3)
     texts = {r.request_id: r.token_ids.tolist() for r in engine.generate(requests_for(prompts, 8), None, Greedy())}
     assert [texts[str(i)] for i in range(3)] == plain_texts(tiny_model(vocab_size=257), prompts, 8)
@@ -290,8 +290,8 @@ def test_tokens_without_rows_in_the_embedding_are_refused_unless_no_prompt_holds
 @pytest.mark.parametrize("architecture, changes", [("llama", {"tie_word_embeddings": True}), ("gemma3_text", {}),
                                                    ("gpt_neox", {}), ("mixtral", {})])  # fmt: skip
 def test_weights_that_go_straight_to_a_device_are_the_same(folder, monkeypatch, architecture, changes):
-    """Buffers that no file has and tied weights included; the device is this CPU."""
-    monkeypatch.setattr(checks, "relayout_linear_layers", lambda model: 0)  # whose weights cannot be compared
+    """Includes buffers that are in no file, and tied weights; the device is this CPU."""
+    monkeypatch.setattr(checks, "relayout_linear_layers", lambda model: 0)  # relaid weights cannot be compared
     tiny_model(architecture, vocab_size=257, **changes).save_pretrained(folder)
     dtype = "bfloat16" if multiplies_bfloat16() else "float32"
     plain = load_model(folder, dtype, "cpu").model
@@ -346,7 +346,7 @@ DECODER = {"decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim":
         ("doge", GROUPED, "takes its own mask"),
         ("lfm2", GROUPED | {"layer_types": ["conv", "full_attention"]}, "layers of conv, which cannot be packed"),
         ("llama4_text", {"attn_temperature_tuning": True}, "scales attention by a token's place in the forward"),
-        # Short texts are the same: only past their windows, shortened for the probe, do these differ.
+        # These differ only for texts longer than their windows, which are shortened for the probe.
         ("phimoe", GROUPED | {"sliding_window": 40, "num_local_experts": 2}, "other logits packed"),
         ("moshi", GROUPED | {"sliding_window": 40, "ffn_dim": 48, "head_dim": 8}, "other logits packed"),
     ],
@@ -368,7 +368,7 @@ def test_probe_leaves_windows_as_they_are():
 
 
 def test_layers_with_other_results_packed_for_the_processor_are_refused(monkeypatch):
-    """The probe sees the linear layers that will run."""
+    """The probe runs the linear layers that generation will use."""
 
     def spoil(model):
         model.model.layers[1].mlp.down_proj.weight.data.mul_(1.5)
@@ -410,7 +410,7 @@ def test_model_that_computes_something_else_packed_is_refused():
             self.inner = inner
 
         def forward(self, hidden):
-            return self.inner(hidden + hidden.mean(1, keepdim=True))  # looks over the fence of its sequence
+            return self.inner(hidden + hidden.mean(1, keepdim=True))  # mixes the sequences of a batch
 
     model = tiny_model()
     model.model.layers[0].mlp = Leaky(model.model.layers[0].mlp)
@@ -425,7 +425,7 @@ def test_bench_model_loads(shared_models):
 
 @pytest.mark.parametrize(("num_spoiled", "is_refused"), [(1, False), (2, True)])
 def test_rounding_that_spoils_a_few_texts_does_not_refuse_a_model(monkeypatch, num_spoiled, is_refused):
-    """Of three probes; what is wrong for every text is wrong for most of them."""
+    """The limit is for most of the three probes: an error that affects every text affects most of them."""
     packed_logits, num_rounded = checks._packed_logits, itertools.count()
 
     def spoiled(runner, probe):
@@ -434,7 +434,7 @@ def test_rounding_that_spoils_a_few_texts_does_not_refuse_a_model(monkeypatch, n
         return [2 * row for row in logits] if is_spoiled else logits
 
     monkeypatch.setattr(checks, "_packed_logits", spoiled)
-    monkeypatch.setattr(checks, "relayout_linear_layers", lambda model: 0)  # so that there are no fused layers to try
+    monkeypatch.setattr(checks, "relayout_linear_layers", lambda model: 0)  # leaves no fused layers to try
     model = tiny_model("llama").to(torch.bfloat16)
     if is_refused:
         with pytest.raises(ModelError, match="other logits packed than alone"):
@@ -446,7 +446,7 @@ def test_rounding_that_spoils_a_few_texts_does_not_refuse_a_model(monkeypatch, n
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "smollm3"])
 def test_a_wrong_mask_is_noticed_in_bfloat16_as_in_float32(monkeypatch, architecture):
-    """A tree node that sees one node too many moves logits no further than rounding to bfloat16 does."""
+    """A tree node that attends to one node too many changes logits no more than rounding to bfloat16 does."""
     attention_metadata = runner_module.attention_metadata
 
     def wrong(batch, cache):

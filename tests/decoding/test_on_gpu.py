@@ -1,7 +1,6 @@
-"""What only a GPU can show: the kernel at real sizes, and whole texts through it, with CUDA graphs and without.
+"""Tests that need a GPU: the kernel at real sizes, and whole texts with and without CUDA graphs.
 
-`pytest -m gpu` runs them; where there is no GPU they are skipped, and the other tests run the same kernel in Triton's
-interpreter.
+`pytest -m gpu` runs them. Without a GPU they are skipped, and other tests run the kernel in Triton's interpreter.
 """
 
 import itertools
@@ -41,7 +40,7 @@ WORST_ERROR = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 def relative_error(pack, **options) -> float:
-    """The kernel's error relative to the slow version in float64 on the same numbers; NaN if the kernel wrote a NaN."""
+    """The kernel's relative error against the slow reference in float64; NaN if the kernel wrote a NaN."""
     from laserbatch.pipeline.decoding.attention.triton_attention import triton_attention
 
     scale = pack.query.shape[-1] ** -0.5
@@ -62,7 +61,7 @@ def test_kernel_equals_the_slow_attention(number):
 
 
 def test_a_small_pack():
-    """Few enough launches for a tool that watches every access to memory."""
+    """A pack with few launches, for memory checkers, which are slow."""
     pack = random_pack([(37, 1, 9), (5, 3, 64), (300, 1, 0)], 8, 2, 64, dtype=torch.bfloat16, device="cuda")
     assert relative_error(pack) < WORST_ERROR[torch.bfloat16]
 
@@ -80,7 +79,7 @@ def test_greedy_texts_equal_those_of_generate(architecture, attention):
 
 
 def trained_prompts(model_dir, data) -> list[np.ndarray]:
-    """Prompts that the measuring model was trained to answer at length."""
+    """Prompts that the measuring model was trained to answer with long texts."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     prompts = pq.read_table(data / "reki" / "knowledge.parquet", columns=["prompt"])["prompt"].to_pylist()[:16]
     texts = [

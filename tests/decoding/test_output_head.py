@@ -1,4 +1,4 @@
-"""Logits of a model taken apart into body and head, against those of the model itself."""
+"""Logits of a model that is split into body and head, against those of the model itself."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def test_models_come_apart_and_give_the_same_logits(architecture):
         hidden = head.hidden_of(ids)
         torch.testing.assert_close(head.logits_of(hidden), expected)
         torch.testing.assert_close(head.logits_of(hidden[4:6]), expected[4:6])
-        torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits[0], expected)  # it is as it was
+        torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits[0], expected)  # the model is unchanged
 
 
 def test_a_model_that_adds_to_its_bodys_result_outside_of_its_head_is_refused():

@@ -1,4 +1,4 @@
-"""The index of prefixes against a look at each of them."""
+"""The index of prefixes, against comparing a text with each of them."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from laserbatch.pipeline.decoding.prefix_index import PrefixIndex
 
-TOKENS = st.sampled_from([0, 1, 2, 255, 256, 2**16, 2**31 - 1])  # whose bytes sort otherwise than they do
+TOKENS = st.sampled_from([0, 1, 2, 255, 256, 2**16, 2**31 - 1])  # their bytes sort in another order
 TEXTS = st.lists(TOKENS, max_size=6)
 
 

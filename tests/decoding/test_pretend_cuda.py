@@ -1,4 +1,4 @@
-"""What the engine asks of a CUDA device, on a pretended one: where tensors lie, what is waited for and captured."""
+"""The engine on a pretended CUDA device: where tensors are, when the host waits, and what is captured."""
 
 import itertools
 import logging
@@ -32,12 +32,12 @@ KERNEL = mock.patch.object(
 
 
 def one_layer(architecture: str = "llama"):
-    """A second layer asks the device nothing that the first does not."""
+    """A model with one layer: a second one would make the same requests of the device."""
     return tiny_model(architecture, num_hidden_layers=1)
 
 
 def engine_on_device(model, max_prefill_tokens: int | None = None, **settings) -> Engine:
-    """An engine over a model that is moved to the pretended device."""
+    """An engine whose model is on the pretended device."""
     settings = {"batch_size": 3, "max_cache_tokens": 4096} | settings
     engine = Engine(prepare_model(move(model)), DecodingSettings(**settings))
     engine.max_prefill_tokens = max_prefill_tokens or engine.max_prefill_tokens
@@ -45,7 +45,7 @@ def engine_on_device(model, max_prefill_tokens: int | None = None, **settings) -
 
 
 def watch_steps(engine: Engine, cuda) -> list[tuple[int, bool]]:
-    """Record for each later step of the engine how often it waits, and whether it replays a graph."""
+    """The list to which each later step appends how often the host waited in it, and whether it replayed a graph."""
     steps, submit_step, finish_step = [], engine.submit_step, engine.finish_step
     before = []
 
@@ -65,7 +65,7 @@ def watch_steps(engine: Engine, cuda) -> list[tuple[int, bool]]:
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_a_step_waits_for_the_device_once_and_texts_are_plain_ones(architecture, caplog):
-    """`masked_attention` stands for the kernel, which cannot be run on tensors that pretend."""
+    """`masked_attention` replaces the kernel, which cannot run on pretended tensors."""
     model = tiny_model(architecture) if architecture == "gemma2" else one_layer(architecture)
     prompts = tiny_prompts(NUM_PROMPTS)
     expected = plain_texts(model, prompts, NUM_NEW)
@@ -73,7 +73,7 @@ def test_a_step_waits_for_the_device_once_and_texts_are_plain_ones(architecture,
         engine = engine_on_device(model)
         assert engine.runner.buffered is not None
         steps = watch_steps(engine, cuda)
-        for _ in range(3):  # a bucket's first step is eager, its second is captured
+        for _ in range(3):  # a bucket's first step is eager, its second one is captured
             results = engine.generate(requests_for(prompts, NUM_NEW), OracleDrafter(expected), Greedy())
             texts = {result.request_id: result.token_ids.tolist() for result in results}
             assert [texts[str(i)] for i in range(NUM_PROMPTS)] == expected
@@ -140,7 +140,7 @@ def test_attention_without_a_kernel_waits_once_too():
 
 
 def test_a_text_is_handed_over_while_the_device_computes_the_next_step():
-    """But for the last, behind which there is no step."""
+    """Except for the last text, after which there is no step."""
     model, prompts = one_layer(), tiny_prompts(NUM_PROMPTS)
     with pretend_cuda() as cuda, KERNEL:
         engine = engine_on_device(model)
@@ -154,7 +154,7 @@ def test_a_text_is_handed_over_while_the_device_computes_the_next_step():
 
 
 def test_a_step_within_a_long_prompt_waits_once_too():
-    """What it computed is shared only if it is finite."""
+    """The results of such a step are shared only if they are finite, which costs no further wait."""
     model, prompts = one_layer(), [np.arange(20, 60, dtype=np.int32)]
     with pretend_cuda() as cuda, KERNEL:
         engine = engine_on_device(model, max_prefill_tokens=8)
@@ -169,7 +169,7 @@ LONG_TEXTS = [np.arange(start, start + 9, dtype=np.int32) for start in (20, 40, 
 
 
 def endless_engine() -> Engine:
-    """No token ends a text before its limit."""
+    """An engine for which no token ends a text before its limit."""
     engine = engine_on_device(one_layer())
     engine._is_end[:] = False
     return engine
@@ -245,7 +245,7 @@ def test_the_cache_leaves_memory_to_drafters_and_to_steps(monkeypatch):
         target, small = (prepare_model(move(one_layer())) for _ in range(2))
         engine = Engine(target, settings, drafter_bytes_per_token=small.bytes_per_token)
     config = target.model.config
-    reserved = device_memory.step_bytes(config, 3 * 6, 3 * 6 + 2048, 8)  # of 128 positions: 8 parts
+    reserved = device_memory.step_bytes(config, 3 * 6, 3 * 6 + 2048, 8)  # 8 parts of 128 positions
     expected = int((10**9 - reserved) * 0.8) // (2 * target.bytes_per_token)
     assert engine.cache.max_tokens == expected
 
@@ -292,7 +292,7 @@ def test_pinned_memory_must_outlast_its_copy():
         there = torch.zeros(4, device="cuda")
         there.copy_(pinned, non_blocking=True)
         there.cpu()
-        pinned.fill_(1.0)  # that copy was waited for
+        pinned.fill_(1.0)  # the host has waited for that copy
         there.copy_(pinned, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()

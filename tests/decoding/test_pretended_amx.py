@@ -1,4 +1,4 @@
-"""What is compiled for AMX, on a processor that has none: its tests run with tiles in plain C (`pretend_amx.py`)."""
+"""Tests of the code for AMX on a processor without it, with tiles in plain C (`pretend_amx.py`)."""
 
 import os
 import re

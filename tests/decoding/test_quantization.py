@@ -1,4 +1,4 @@
-"""Checkpoints of packed weights: loaded for real where the library is there, and a reason where it is not."""
+"""Checkpoints with packed weights load if their library is installed, and are refused with a reason otherwise."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.errors import ModelError
 
 QUANTISED = ("torchao int8", "compressed-tensors int8", "compressed-tensors int4", "compressed-tensors fp8")
-MAX_ERROR = {"int8": 0.05, "fp8": 0.1, "int4": 0.5}  # of logits, by the type; wrong weights have 1.4
+MAX_ERROR = {"int8": 0.05, "fp8": 0.1, "int4": 0.5}  # of logits, by weight type; wrong weights have 1.4
 
 
 def sample_model():
@@ -34,7 +34,7 @@ def with_files_of_sample(folder):
 
 @pytest.fixture
 def claimed(tmp_path):
-    """The sample model, said to be quantised: a folder that needs a library, with nothing in it that does."""
+    """The sample model with a config that claims quantisation, although its weights are plain."""
     folder = with_files_of_sample(tmp_path)
 
     def claim(**quantization_config):
@@ -60,7 +60,7 @@ def torchao_folder(tmp_path_factory):
 
 
 def write_compressed(folder, type_: str, num_bits: int):
-    """The sample model in the format of compressed-tensors, its weights "int" or "float" of so many bits."""
+    """The sample model in the format of compressed-tensors; `type_` of its weights is "int" or "float"."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
@@ -96,7 +96,7 @@ def logits_of(model) -> torch.Tensor:
 
 @pytest.fixture(scope="module", params=QUANTISED)
 def quantised(request, tmp_path_factory):
-    """A checkpoint: its method, the type of its weights and its folder."""
+    """A quantised checkpoint: method, type of the weights, folder."""
     method, kind = request.param.split()
     if method == "torchao":
         return method, kind, request.getfixturevalue("torchao_folder")
@@ -108,7 +108,7 @@ def test_quantised_checkpoint_loads_unmodified_and_writes(quantised):
     method, _, folder = quantised
     engine = Engine.from_pretrained(folder, DecodingSettings(batch_size=2), device="cpu")
     assert engine.loaded.quantization == method
-    assert require_described_weights(folder) == engine.loaded.vocab_size  # by names and shapes, without its library
+    assert require_described_weights(folder) == engine.loaded.vocab_size  # from names and shapes, without its library
     assert engine.loaded.num_parameters == sum(p.numel() for p in sample_model().parameters())
     prompts = [engine.tokenizer(text, return_tensors="np").input_ids[0] for text in ("A film about", "The user likes")]
     results = list(engine.generate(requests_for(prompts, 12)))
@@ -156,7 +156,7 @@ def test_parameters_are_those_of_the_plain_model():
     config = AutoConfig.from_pretrained(SAMPLE_MODEL)
     config.quantization_config = {"quant_method": "gptq", "bits": 4}
     assert num_parameters_of(config) == sum(p.numel() for p in sample_model().parameters())
-    assert config.quantization_config["bits"] == 4  # left as it was
+    assert config.quantization_config["bits"] == 4  # unchanged
 
 
 def test_packed_weights_keep_the_type_they_were_made_for():

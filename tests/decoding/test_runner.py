@@ -18,14 +18,14 @@ def path_to(tree: TokenTree, node: int) -> list[int]:
 
 @torch.no_grad()
 def last_logits(model, texts: list[list[int]]) -> torch.Tensor:
-    """Logits behind each text, (num_texts, vocab_size), by one causal forward; no text sees what pads it."""
+    """Logits after each text, (num_texts, vocab_size), by one causal forward; no text attends to its padding."""
     longest = max(map(len, texts))
     padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
     logits = model(input_ids=padded, use_cache=False).logits
     return logits[torch.arange(len(texts)), torch.tensor([len(text) - 1 for text in texts])]
 
 
-LOOPS, ALONE, LIKE, TOGETHER = None, (0, 128), (1000, 128), (10**9, 128)  # the cost of a call, tokens of a block
+LOOPS, ALONE, LIKE, TOGETHER = None, (0, 128), (1000, 128), (10**9, 128)  # (cost of a call, tokens of a block)
 BLOCKS, BLOCKS_LIKE = (0, 3), (8, 3)
 
 
@@ -35,12 +35,12 @@ BLOCKS, BLOCKS_LIKE = (0, 3), (8, 3)
         *[(name, by) for name in ("mistral", "gpt_oss") for by in (ALONE, LIKE, TOGETHER, BLOCKS, BLOCKS_LIKE)],
         *[("llama", by) for by in (LOOPS, LIKE, BLOCKS)],  # no window
         *[("gemma2", by) for by in (LIKE, TOGETHER)],  # a softcap
-        *[("gpt_neox", by) for by in (LOOPS, ALONE, BLOCKS_LIKE)],  # a key of each query's own
+        *[("gpt_neox", by) for by in (LOOPS, ALONE, BLOCKS_LIKE)],
         ("mistral", LOOPS),
     ],
 )
 def test_every_node_gets_the_logits_of_its_own_path(architecture, grouping, monkeypatch):
-    """Ragged trees of several sequences, by loops or in any grouping, against plain causal runs."""
+    """Ragged trees of several sequences, by compiled loops or in any grouping, against plain causal forwards."""
     if grouping is not LOOPS:
         monkeypatch.setattr(interface, "_has_loops", lambda query: False)
         call_cost, block_tokens = grouping

@@ -1,4 +1,4 @@
-"""Texts at a temperature: samples of the model's own distribution, the same whatever is drafted."""
+"""Texts at a temperature are samples of the model's own distribution, and do not depend on drafts."""
 
 from dataclasses import replace
 
@@ -82,7 +82,7 @@ def test_pairs_of_tokens_come_as_often_as_the_model_says(drafted):
 
 
 def test_a_wrong_rule_is_caught():
-    """Accept a drafted token by its probability, else draw from the whole distribution, not from what is left."""
+    """The wrong rule accepts a drafted token by its probability, and otherwise draws from the whole distribution."""
     p, rng = torch.softmax(AFTER.double() / TEMPERATURE, -1).numpy(), np.random.default_rng(0)
     texts = np.empty((NUM_TEXTS, 2), np.int64)
     for text in texts:
@@ -108,7 +108,7 @@ def test_sampled_texts_depend_on_their_seed_alone():
             texts = [results[number].token_ids.tolist() for number in range(6)]
             expected = written.setdefault("first" if shift == 0 else "others", texts)
             assert texts == expected, (batch_size, shift, type(drafter).__name__)
-            if isinstance(drafter, OracleDrafter) and shift == 0:  # it drafts the very samples
+            if isinstance(drafter, OracleDrafter) and shift == 0:  # it drafts the same samples
                 assert sum(result.num_accepted for result in results.values()) > 10
     assert written["first"] != written["others"]
 

@@ -1,4 +1,4 @@
-"""Memory that runs out and long prompts: no text changes, none is lost, and nobody waits longer than need be."""
+"""Memory that runs out and long prompts: no text changes or is lost, and none waits longer than necessary."""
 
 import numpy as np
 import pytest
@@ -29,13 +29,13 @@ def texts_of(results) -> dict[int, list[int]]:
 
 
 def optimist(engine):
-    """Have an engine expect texts of one token, so that it admits more than its memory holds."""
+    """Have an engine expect texts of one token, so that it admits more sequences than its memory holds."""
     engine.concurrency.expected_output = lambda sequence: 1
     return engine
 
 
 def preemptions(engine) -> list[int]:
-    """The numbers of sequences that stay, as they happen, each time that memory runs out."""
+    """The list to which each preemption appends the number of sequences that stay."""
     seen = []
     lower = engine.concurrency.lower
 
@@ -48,7 +48,7 @@ def preemptions(engine) -> list[int]:
 
 
 def feeds_of(engine) -> list[list[tuple[int, int]]]:
-    """The (row, tokens) of each feed of each later forward."""
+    """The list to which each later forward appends the (row, number of tokens) of its feeds."""
     steps = []
     forward = engine.runner.forward
 
@@ -81,7 +81,7 @@ def test_preempted_texts_are_unchanged(max_tokens, drafter, caplog):
 
 
 def test_relaxed_texts_are_unchanged_by_preemption():
-    """What is drafted decides relaxed texts: a preempted one must be offered the same drafts at the same tokens."""
+    """Relaxed texts depend on drafts, so a preempted text must get the same drafts at the same tokens."""
     model = tiny_model(initializer_range=0.12)
     texts = []
     for settings in ({"batch_size": 1}, {"batch_size": 8, "max_cache_tokens": 120}):
@@ -102,7 +102,7 @@ def test_the_youngest_are_preempted_and_come_back_first():
     scheduler.live[-1].append([], [], 50)  # the fourth has written a token
     names = [s.request.request_id for s in scheduler.preempt(2)]
     assert names == ["3", "4"] and [s.request.request_id for s in scheduler.live] == ["1", "2"]
-    assert list(scheduler.admit()) == [] and len(scheduler.live) == 2  # no more than memory was found to hold
+    assert list(scheduler.admit()) == [] and len(scheduler.live) == 2  # not more sequences than the memory held
     scheduler.finish(scheduler.live[0])
     assert list(scheduler.admit()) == []
     assert sorted(s.request.request_id for s in scheduler.live) == ["2", "3"]
@@ -148,7 +148,7 @@ def test_a_forward_that_runs_out_of_memory_is_done_by_fewer(caplog):
 
 
 def test_preempted_texts_give_memory_back_to_the_forwards_of_the_others(monkeypatch):
-    """The forwards of four texts fail until the cache holds less; none is lost, and the bound stays below."""
+    """Forwards of four texts fail until the cache is smaller; no text is lost, and the bound stays lower."""
     monkeypatch.setattr("laserbatch.pipeline.decoding.kv_cache.GROWTH_STEP", 16)
     engine = tiny_engine(MODEL, batch_size=4, max_cache_tokens=240, max_draft_tokens=4)
     held_tokens = []
@@ -167,7 +167,7 @@ def test_preempted_texts_give_memory_back_to_the_forwards_of_the_others(monkeypa
 
 
 def refuse_large_tensors(monkeypatch, most_bytes: int) -> list[tuple]:
-    """Have the caches find no memory for a larger tensor; the sizes that were refused, as they happen."""
+    """Have caches fail to allocate larger tensors; returns the list to which each failure appends a size."""
     zeros = torch.Tensor.new_zeros
     refused = []
 
@@ -195,7 +195,7 @@ def test_a_first_forward_that_memory_is_too_small_for_is_done_by_fewer(monkeypat
     engine = tiny_engine(MODEL, batch_size=8, max_draft_tokens=0)
     monkeypatch.setattr("laserbatch.pipeline.decoding.kv_cache.GROWTH_STEP", 16)
     failed = refuse_large_tensors(monkeypatch, 48 * 64)
-    prompts = [np.full(12, 20 + i, np.int32) for i in range(8)]  # none waits for another
+    prompts = [np.full(12, 20 + i, np.int32) for i in range(8)]  # without a shared prefix for which one would wait
     assert texts_of(engine.generate(requests_for(prompts, 6))) == dict(enumerate(plain_texts(MODEL, prompts, 6)))
     assert failed and failed[0][1] >= 96 and engine.cache.num_live_rows == 0
 
@@ -231,7 +231,7 @@ def test_admission_goes_by_the_length_of_earlier_texts():
 
 
 def test_a_long_prompt_delays_no_one_by_more_than_its_part():
-    """Every live text grows in every step while a long prompt is computed, in as many steps as it has parts."""
+    """Every live text grows in each step while a long prompt is computed, one part a step."""
     part = 8
     short = [np.array([20 + i, 30, 40], np.int32) for i in range(3)]
     long = np.arange(100, dtype=np.int32) % 60 + 18
@@ -252,7 +252,7 @@ def test_a_long_prompt_delays_no_one_by_more_than_its_part():
 
 
 def test_prompts_share_a_step_the_oldest_first():
-    """A prompt in a lower row that came later does not take the room of one that is under way."""
+    """A later prompt in a lower row does not take the room of a prompt that is being computed."""
     prompts = [np.array([20], np.int32), np.arange(18, 78, dtype=np.int32), np.arange(78, 18, -1).astype(np.int32)]
     engine = tiny_engine(MODEL, batch_size=2, max_prefill_tokens=6, max_draft_tokens=0)
     order = [int(r.request_id) for r in engine.generate(requests_for(prompts, 3))]

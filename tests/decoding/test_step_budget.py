@@ -1,4 +1,4 @@
-"""Budgets by step: what is admitted is the best prefix of a ranking, grows as texts grow few, and learns."""
+"""Step budgets: the best prefix of a ranking is admitted, fewer texts get larger trees, and estimates are learned."""
 
 import itertools
 
@@ -41,7 +41,7 @@ def is_closed(admitted: TreeBatch) -> bool:
 
 @pytest.mark.parametrize("num_sequences", [1, 2, 8])
 def test_no_other_part_of_the_trees_gives_more_tokens_a_second(num_sequences):
-    """Against all parts that are closed under ancestors, of small trees."""
+    """Against all ancestor-closed subsets of small trees."""
     rng = np.random.default_rng(num_sequences)
     for _ in range(8):
         trees = TreeBatch.of([tree(rng, 4), tree(rng, 4)])

@@ -1,4 +1,4 @@
-"""The Triton kernel against the slow version: on a GPU where there is one, else through Triton's interpreter."""
+"""The Triton kernel against the slow reference: on a GPU if there is one, otherwise in Triton's interpreter."""
 
 import os
 import subprocess
@@ -21,9 +21,9 @@ from laserbatch.pipeline.decoding.attention import triton_attention as launcher
 from laserbatch.pipeline.decoding.attention.triton_attention import block_rows, triton_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# A prompt's part, a tree on a text, plain decoding, the largest tree, and a first token.
+# A part of a prompt, a tree on a text, plain decoding, the largest tree, and a first token.
 LENGTHS = [(0, 21, 0), (37, 1, 9), (61, 1, 0), (5, 3, 64), (0, 1, 2)]
-# The same, but shorter: every sequence has as many blocks of queries as the largest, and all are interpreted.
+# The same, but shorter: each sequence gets as many query blocks as the longest one, and all are interpreted.
 SHORTER = [(0, 12, 0), (37, 1, 5), (41, 1, 0), (5, 3, 9), (0, 1, 2)]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -41,12 +41,12 @@ def assert_equal_to_the_slow_one(pack: Pack, shape: LaunchShape | None = None, *
     torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
-WHOLE, CUT = 0, 32  # MIN_PROGRAMS: keys are never cut, or cut into parts, and each part is interpreted
+WHOLE, CUT = 0, 32  # values of MIN_PROGRAMS: keys are never cut, or are cut into parts, each of which is interpreted
 
 
 @pytest.fixture(params=[WHOLE, CUT], ids=["one-part", "many-parts"])
 def part_keys(request, monkeypatch) -> int:
-    """Whether the keys of a sequence are cut into parts."""
+    """Run the test with keys of a sequence in one part or in many."""
     monkeypatch.setattr(metadata, "MIN_PROGRAMS", request.param)
     return request.param
 
@@ -69,7 +69,7 @@ def test_kernel_in_every_type_and_head_grouping(part_keys, dtype, num_heads, num
 
 @pytest.mark.parametrize(
     "part_keys, window, softcap, has_sinks",
-    [  # every two of them together at least once
+    [  # every pair of values at least once
         (WHOLE, None, 2.0, False),
         (WHOLE, 1, None, True),
         (WHOLE, 7, 2.0, True),
@@ -158,7 +158,7 @@ def test_launch_shapes_are_few():
 
 
 def test_kernels_compile_for_gpus_that_are_not_here(tmp_path):
-    """Down to machine code, by the assembler that comes with Triton; nothing is run."""
+    """Compiled to machine code by Triton's assembler, and not run."""
     here = Path(__file__).resolve()
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     paths = [str(here.parents[2]), environment.get("PYTHONPATH", "")]
@@ -172,9 +172,9 @@ def test_kernels_compile_for_gpus_that_are_not_here(tmp_path):
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="memory that is never touched is free on a CPU alone")
 def test_heads_that_lie_more_than_2_31_numbers_apart():
-    """Such as heads of a cache that fills a large GPU with few layers."""
+    """For example the heads of a cache that fills a large GPU with few layers."""
     pack = random_pack([(9, 1, 2)], 3, 3, dtype=torch.float16)
-    stride = 1 << 30  # of a head: that of the third begins at 2^31
+    stride = 1 << 30  # between heads: the third head begins at 2^31
     far = []
     for tensor in (pack.keys, pack.values):
         memory = torch.empty(2 * stride + tensor.numel(), dtype=tensor.dtype)

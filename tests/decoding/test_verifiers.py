@@ -59,7 +59,7 @@ def verify(rule, logits, trees, starts, is_end) -> list[Acceptance | None]:
 
 
 def peaked(*rows) -> torch.Tensor:
-    """Logits from probabilities."""
+    """Logits of the given probabilities."""
     return torch.log(torch.tensor(rows, dtype=torch.float32))
 
 
@@ -106,11 +106,11 @@ def test_logits_that_are_not_finite_are_no_acceptance():
 
 
 def test_nothing_is_accepted_past_a_draft_that_is_not_finite():
-    """The draft itself is not accepted either: plain decoding would have written it, and then failed."""
+    """The draft token itself is not accepted either: plain decoding would have written it, and then failed."""
     tree = TokenTree(*(np.array(values) for values in ([0, 1, 0], [-1, -1, 1], [0.0] * 3, [0] * 3)))
     row = [0.5, 0.3, 0.1, 0.04, 0.02, 0.02, 0.02]
     logits = peaked(row, row, row, row)
-    logits[1] = float("nan")  # after the target's own choice
+    logits[1] = float("nan")  # after the target's own choice, token 0
     greedy, relaxed = (
         verify(rule, logits, TreeBatch.of([tree]), np.array([0]), IS_END)[0] for rule in (Greedy(), Relaxed(2, 0.0))
     )
@@ -136,7 +136,7 @@ def test_every_named_rule_is_an_option():
 
 
 class CountingRows(HeldLogits):
-    """Logits that know how many of their rows were asked for, and how often."""
+    """Counts the rows that were read, and the calls that read them."""
 
     num_asked = num_calls = 0
 
@@ -161,7 +161,7 @@ def test_judging_in_rounds_and_in_chunks_says_what_judging_at_once_says(forest, 
 def require_rounds_and_chunks_agree(forest, rule, seed, scale, level, chunk):
     rng = np.random.default_rng(seed)
     forest = with_sources(forest, rng)
-    order = rng.permutation(len(forest))  # trees may lie in any order, and rows of others between them
+    order = rng.permutation(len(forest))  # trees may be in any order, with other rows between them
     sizes = np.array([len(t) + 1 for t in forest])
     starts = np.empty(len(forest), np.int64)
     starts[order] = 1 + np.cumsum([0, *(sizes[order][:-1] + 1)])
@@ -185,15 +185,15 @@ def require_rounds_and_chunks_agree(forest, rule, seed, scale, level, chunk):
 def test_nothing_is_looked_at_behind_what_was_not_accepted(monkeypatch):
     monkeypatch.setattr("laserbatch.pipeline.decoding.acceptance.ROUND_LOGITS", 0)
     rows = CountingRows(peaked(*[[0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]] * 12))
-    forest = [chain_tree([0, 0, 1, 0, 0, 0, 0]), chain_tree([1, 0, 0])]  # of the first two are accepted, else none
+    forest = [chain_tree([0, 0, 1, 0, 0, 0, 0]), chain_tree([1, 0, 0])]  # accepted: the first two of the first tree
     outcomes = acceptances.verify(Greedy(), rows, TreeBatch.of(forest), np.array([0, 8]), IS_END)
     assert [len(outcome.nodes) for outcome in outcomes] == [2, 0]
-    assert rows.num_asked == 2 + 4  # the second round is for the first tree alone
+    assert rows.num_asked == 2 + 4  # the second round reads rows of the first tree only
 
 
 @pytest.mark.parametrize("num_at_first, num_calls", [(4, 4), (0, 6)])
 def test_a_long_accepted_path_takes_few_rounds(monkeypatch, num_at_first, num_calls):
-    """Of 4, 8, 16 and all that is left; where the vocabulary is too large for one row, of 1, 2, 4, 8, ..."""
+    """The rounds read 4, 8, 16 and all other rows; if one row exceeds the limit, they read 1, 2, 4, 8, ..."""
     monkeypatch.setattr("laserbatch.pipeline.decoding.acceptance.ROUND_LOGITS", num_at_first * len(IS_END))
     rows = CountingRows(peaked(*[[0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]] * 41))
     [outcome] = acceptances.verify(Greedy(), rows, TreeBatch.of([chain_tree([0] * 40)]), np.array([0]), IS_END)

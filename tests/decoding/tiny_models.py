@@ -52,7 +52,7 @@ BOTH = ["sliding_attention", "full_attention"]
 MLA = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
        "v_head_dim": 12, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-# Further architectures in use, with windows shorter than the texts where they have any.
+# Further architectures in use; windows, if any, are shorter than the texts.
 IN_USE = {
     "olmo2": {},
     "olmo3": {"sliding_window": 9, "layer_types": BOTH},
@@ -93,7 +93,7 @@ IN_USE = {
 
 
 def tiny_model(architecture: str = "llama", seed: int = 0, **changes):
-    """A random model whose logits are spread out, so that near-ties are unlikely; plain attention."""
+    """A random model with eager attention, whose logits are spread out so that near-ties are unlikely."""
     own = (ARCHITECTURES | IN_USE).get(architecture, {})
     config = AutoConfig.for_model(architecture, **(COMMON | own | changes))
     torch.manual_seed(seed)
@@ -104,7 +104,7 @@ def tiny_model(architecture: str = "llama", seed: int = 0, **changes):
 
 @torch.no_grad()
 def perturb_constants(model, seed: int = 0) -> None:
-    """Parameters that start as zeros or ones become random, so that leaving one out changes texts."""
+    """Make constant parameters (zeros or ones) random, so that leaving one out changes texts."""
     torch.manual_seed(seed)
     for parameter in model.parameters():
         if parameter.min() == parameter.max():
@@ -160,7 +160,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 class NonsenseDrafter(Drafter):
-    """Random trees, tokens outside the vocabulary included; a function of the context alone."""
+    """Drafts random trees, with tokens outside the vocabulary too; they depend on the context alone."""
 
     def __init__(self, num_nodes: int = 11) -> None:
         self.num_nodes = num_nodes
@@ -175,7 +175,7 @@ class NonsenseDrafter(Drafter):
 
 
 class OracleDrafter(Drafter):
-    """The true text, hidden among wrong branches, with a wrong token now and then."""
+    """Drafts the true text among wrong branches, sometimes with a wrong token."""
 
     def __init__(self, texts: list[list[int]], depth: int = 6) -> None:
         self.texts = texts
