@@ -1,4 +1,4 @@
-"""Workers under Ray: a dead one's shard is done by another, an error that meets every shard ends the run."""
+"""Workers under Ray: the shard of a dead worker is done by another one; an error common to all shards ends the run."""
 
 import json
 import os
@@ -86,7 +86,7 @@ def texts(run_dir: Path) -> dict[str, str]:
 
 @contextmanager
 def started_pool(spec, layout, max_attempts=2):
-    """A worker_pool that is dismissed after the test."""
+    """A WorkerPool that is shut down after the test."""
     worker_pool = actors.WorkerPool(spec, layout, max_attempts)
     yield worker_pool
     worker_pool.shutdown()
@@ -98,7 +98,7 @@ def pids_of(worker_pool) -> dict:
 
 
 class Unlucky(actors._Worker):
-    """The first process loses its GPU in a shard, for which it loads no model."""
+    """Its first process loses its GPU in a shard, before loading a model."""
 
     def load(self):
         if is_first(self._spec.run_dir / "lost"):
@@ -108,7 +108,7 @@ class Unlucky(actors._Worker):
 
 
 class WithoutGpu:
-    """In place of a `ShardWorker`."""
+    """A stand-in for a `ShardWorker` that has lost its GPU."""
 
     engine = property(lambda self: self)
 
@@ -126,7 +126,7 @@ class WithoutGpu:
 
 
 def is_first(path: Path) -> bool:
-    """Whether no process was here before; the file then holds this one's number."""
+    """Whether this is the first call for `path`, over all processes; it writes the id of that process to the file."""
     with suppress(FileExistsError), path.open("x") as file:
         file.write(str(os.getpid()))
         return True
@@ -138,9 +138,9 @@ def is_first(path: Path) -> bool:
 def test_a_dead_workers_shard_is_done_again_by_another_under_the_budget_that_was_chosen(
     cluster, world, tmp_path, monkeypatch
 ):
-    """It ends its process since its GPU is lost; what is killed is below, by workers without a model.
+    """The worker ends its process because its GPU is lost; tests below kill workers without a model.
 
-    That a model's lost GPU is an error of the engine is in `test_text_writer.py`.
+    `test_text_writer.py` tests that a lost GPU is an error of the engine.
     """
     calm_shards, calm = planned(world, tmp_path / "calm")
     alone = ShardWorker(calm)
@@ -175,7 +175,7 @@ def test_a_dead_workers_shard_is_done_again_by_another_under_the_budget_that_was
 
 
 def test_a_worker_that_does_not_see_the_runs_folder_says_so_with_its_host(world, tmp_path, monkeypatch):
-    """On another machine, say, where the folder is missing or an old copy."""
+    """For example on another machine, which has no such folder or an old copy."""
     monkeypatch.setattr(tasks, "VISIBILITY_TIMEOUT_S", 0.3)
     _, spec = planned(world, tmp_path / "run")
     (tmp_path / "copy").mkdir()
@@ -199,9 +199,9 @@ def test_workers_of_a_machine_are_no_more_than_its_cores_have_room_for(monkeypat
 
 @pytest.fixture
 def worker_pool(cluster, world, tmp_path, monkeypatch):
-    """A function: run a plan's shards by actors that write ids for texts, and do at each step what a test says.
+    """A function that runs a plan's shards by actors that write ids for texts; a test may pass another class of actors.
 
-    Defined here, so that Ray sends it as it is and its processes load neither torch nor a model.
+    Their class is defined here, so that Ray sends it by value and its processes load neither torch nor a model.
     """
 
     @dataclass(frozen=True)
@@ -264,14 +264,14 @@ def test_a_row_that_kills_or_stops_workers_is_given_up_alone(worker_pool, world,
                 time.sleep(3600)
             return super().run(spec, shard, budget)
 
-    monkeypatch.setattr(actors, "MIN_HANG_TIMEOUT_S", 1.0)  # as long as 50 steps of this worker
+    monkeypatch.setattr(actors, "MIN_HANG_TIMEOUT_S", 1.0)  # 50 steps of this worker take that long
     shards, outcomes = worker_pool(Poisoned)
     outcomes = list(outcomes)
     (abandoned,) = [outcome for outcome in outcomes if isinstance(outcome, ShardAbandoned)]
     assert [row.entity_id for row in read_shard(tmp_path / abandoned.shard.path)] == [deadly]
     assert abandoned.reason.startswith("worker-died: ")
     assert hung.exists()
-    # The plan that a later attempt reads has the halves in the shard's place, and no shard left begun files.
+    # For a later attempt, the plan has two halves in place of the shard, and begun files of shards are removed.
     plan = load_plan(tmp_path, "item")
     done = {shard.name for shard, _ in (outcome for outcome in outcomes if outcome != abandoned)}
     assert done | {abandoned.shard.name} == {shard.name for shard in plan.shards}
@@ -324,7 +324,7 @@ def test_on_cpus_all_workers_measure_at_once_and_nothing_is_measured_where_one_i
 
     def choose(measure):
         known.append(measure())
-        while len(list(tmp_path.glob("*-*.json"))) < 2:  # the others' answers are waited for by nobody
+        while len(list(tmp_path.glob("*-*.json"))) < 2:  # measure() does not wait for the answers of the other workers
             time.sleep(0.05)
         (tmp_path / "kept").touch()
         known.append(measure())
@@ -334,7 +334,7 @@ def test_on_cpus_all_workers_measure_at_once_and_nothing_is_measured_where_one_i
     assert [record.info.group for _, record in outcomes] == [str(MEASURED)] * len(shards)
     assert known == [MEASURED, COST]
     spans = [json.loads(path.read_text()) for path in tmp_path.glob("*-*.json")]
-    assert sorted(save for save, _, _ in spans) == [False, True]  # of both, once
+    assert sorted(save for save, _, _ in spans) == [False, True]  # one of the two saved its result
     begun_s, ended_s = max(begin for _, begin, _ in spans), min(end for _, _, end in spans)
     assert ended_s - begun_s > 0.2
 
@@ -352,7 +352,7 @@ def test_on_a_gpu_one_worker_measures_while_the_others_are_idle(worker_pool, clu
     def choose(measure):
         return {"item": measure()}
 
-    layout = replace(cluster, device="cuda")  # without a GPU that Ray would have to have
+    layout = replace(cluster, device="cuda")  # although Ray has no GPU here
     shards, outcomes = worker_pool(Measuring, choose_budgets=choose, layout=layout)
     assert [record.info.group for _, record in outcomes] == [str(MEASURED)] * len(shards)
     assert layout.num_workers > 1 and [path.read_text() for path in tmp_path.glob("*.measured")] == ["True"]

@@ -1,4 +1,4 @@
-"""Ray clusters: what room their nodes have, which GPU a worker has, and why one cannot be joined."""
+"""Ray clusters: the room on their nodes, the GPU of each worker, and why a cluster cannot be joined."""
 
 import json
 import os
@@ -31,7 +31,7 @@ from laserbatch.pipeline.errors import ClusterFailed, ConfigError
 def test_a_process_counts_the_cores_that_it_may_keep_busy(monkeypatch):
     affinity = os.sched_getaffinity(0)
     monkeypatch.setenv("LOKY_MAX_CPU_COUNT", "1000")
-    assert usable_cores() <= len(affinity)  # fewer where a container has a quota
+    assert usable_cores() <= len(affinity)  # fewer in a container with a quota
     os.sched_setaffinity(0, {min(affinity)})
     try:
         assert usable_cores() == 1
@@ -46,13 +46,13 @@ def test_a_process_counts_the_cores_that_it_may_keep_busy(monkeypatch):
     [
         ({}, [Node(2)], WorkerLayout(2, 1, 0, "cpu")),
         ({}, [Node(64)], WorkerLayout(8, 8, 0, "cpu")),
-        ({}, [Node(16)] * 9, WorkerLayout(72, 2, 0, "cpu")),  # 18 threads, an eighth of all, fit no node
+        ({}, [Node(16)] * 9, WorkerLayout(72, 2, 0, "cpu")),  # 18 threads, an eighth of all, fit on no node
         ({}, [Node(0), Node(16), Node(3)], WorkerLayout(9, 2, 0, "cpu")),
         ({"num_workers": 1}, [Node(2)], WorkerLayout(1, 2, 0, "cpu")),
         ({"num_workers": 3}, [Node(16)] * 2, WorkerLayout(3, 8, 0, "cpu")),
         ({}, [Node(16, 4)], WorkerLayout(4, 4, 1, "cuda")),
         ({}, [Node(8), Node(16, 2), Node(8, 2)], WorkerLayout(4, 4, 1, "cuda")),
-        ({}, [Node(2, 4)], WorkerLayout(2, 1, 1, "cuda")),  # more GPUs than CPUs to wait beside them
+        ({}, [Node(2, 4)], WorkerLayout(2, 1, 1, "cuda")),  # more GPUs than CPUs to drive them
         ({"num_workers": 2}, [Node(16, 4)], WorkerLayout(2, 8, 1, "cuda")),
         ({"num_workers": 6}, [Node(16, 2), Node(16, 2)], WorkerLayout(6, 5, 1, "cuda", workers_a_gpu=2)),
     ],
@@ -62,7 +62,7 @@ def test_workers_fit_the_nodes_that_there_are(settings, nodes, expected):
 
 
 def test_two_workers_may_share_a_gpu():
-    nodes = [Node(16, 2), Node(2, 2)]  # more GPUs than CPUs to share them
+    nodes = [Node(16, 2), Node(2, 2)]  # more GPUs than CPUs of workers
     shared = worker_layout(ClusterSettings(), nodes, workers_a_gpu=2)
     assert shared == WorkerLayout(6, 1, 1, "cuda", workers_a_gpu=2)
     assert (shared.gpu_share, shared.num_gpus_in_all) == (0.5, 3)
@@ -73,7 +73,7 @@ def test_two_workers_may_share_a_gpu():
 def test_a_worker_may_have_several_gpus_of_one_node():
     nodes = [Node(16, 4), Node(16, 3)]
     assert worker_layout(ClusterSettings(), nodes, gpus_a_worker=2) == WorkerLayout(3, 8, 2, "cuda")
-    assert worker_layout(ClusterSettings(), nodes, gpus_a_worker=0) == WorkerLayout(1, 1, 0, "cpu")  # asks a server
+    assert worker_layout(ClusterSettings(), nodes, gpus_a_worker=0) == WorkerLayout(1, 1, 0, "cpu")  # a server writes
     with pytest.raises(ConfigError, match=r"room for 0 workers of 16 CPUs and 8 GPUs each.*Use larger nodes"):
         worker_layout(ClusterSettings(), nodes, gpus_a_worker=8)
 
@@ -109,15 +109,15 @@ def test_a_temporary_folder_too_long_for_sockets_is_not_rays(name, monkeypatch, 
         with ray_cluster(ClusterSettings()):
             if len(os.fsencode(folder)) == 38:
                 assert Path(begun[-1]).is_dir() and len(begun[-1]) <= 38
-    assert begun[0] is None and begun[1] and not Path(begun[1]).exists()  # removed with Ray
-    assert begun[2] and begun[3]  # 39 bytes, though 20 letters
+    assert begun[0] is None and begun[1] and not Path(begun[1]).exists()  # deleted together with Ray's folder
+    assert begun[2] and begun[3]  # 39 bytes, but 20 letters
     monkeypatch.setattr(cluster, "SHORT_FOLDERS", (str(tmp_path / "nowhere"),))
     with pytest.raises(ConfigError, match="set RAY_TMPDIR to a shorter folder"), ray_cluster(ClusterSettings()):
         pass
 
 
 def test_the_short_folder_of_a_killed_night_goes_with_the_next_run(monkeypatch, tmp_path):
-    """Whatever temporary folder that has; the folder of a night that lives stays."""
+    """It goes whatever the next night's temporary folder is; the folder of a live night stays."""
     monkeypatch.setattr(ray, "init", lambda **options: None)
     monkeypatch.setattr(cluster, "cluster_nodes", lambda: [Node(2)])
     monkeypatch.setattr(cluster, "SHORT_FOLDERS", (str(tmp_path),))
@@ -134,8 +134,8 @@ def test_the_short_folder_of_a_killed_night_goes_with_the_next_run(monkeypatch, 
     living.remove()
 
 
-# Ray asks no driver about GPUs that it is told of, so what it grants two workers can be seen without any. It starts as
-# many processes at once as there are cores.
+# Ray does not check the GPUs that it is told to have, so the GPUs that it grants can be tested without any.
+# It starts as many processes at once as there are cores.
 TWO_GPUS_IN_A_LONG_TMPDIR = """
 import json, os, ray, sys, time
 from pathlib import Path
@@ -163,14 +163,14 @@ class NightOnGpus(NamedTuple):
     driver: subprocess.Popen
     workspace: Path
     workers_a_gpu: int
-    seen: list  # by worker: the GPUs that Ray granted it, and those that it sees
-    raylet: int  # its process
+    seen: list  # for each worker: the GPUs that Ray granted it, and the GPUs visible to it
+    raylet: int  # process id
     session: str  # folder of Ray's own files
 
 
 @pytest.fixture(scope="module")
 def night_on_gpus(tmp_path_factory):
-    """A Ray of two GPUs in a long TMPDIR: one start for the three tests below, of which the last one kills it."""
+    """A Ray of two GPUs in a long TMPDIR, started once for the three tests below; the last of them kills it."""
     folder = tmp_path_factory.mktemp("long") / "a_rather_long_folder_name_of_a_batch_system" / "1355700" / "batch.t0016"
     workspace = folder / "workspace"
     workspace.mkdir(parents=True)
@@ -192,7 +192,7 @@ def night_on_gpus(tmp_path_factory):
         assert line, driver.communicate()[1]
         night = NightOnGpus(driver, workspace, *json.loads(line))
         yield night
-        shutil.rmtree(Path(night.session).parent, ignore_errors=True)  # which the killed driver cannot
+        shutil.rmtree(Path(night.session).parent, ignore_errors=True)  # the killed driver cannot remove it
     finally:
         driver.kill()
         driver.communicate()
@@ -265,9 +265,9 @@ def test_a_worker_sees_the_gpu_that_it_was_given_a_share_of_alone(night_on_gpus)
 
 @pytest.mark.ray
 def test_what_a_killed_night_left_of_its_ray_is_ended_and_nobody_elses(night_on_gpus, tmp_path):
-    """A driver and its raylet die at once, which is when nobody ends Ray's other processes.
+    """Driver and raylet are killed at once, so nothing ends Ray's other processes.
 
-    Of another night there is a process that bears the mark as Ray's do: a second Ray would say no more.
+    A process marked like Ray's takes the place of another night, since a second Ray would show no more.
     """
     driver, own = night_on_gpus.driver, night_on_gpus.workspace
     with cluster._marked(tmp_path):
@@ -286,7 +286,7 @@ def test_what_a_killed_night_left_of_its_ray_is_ended_and_nobody_elses(night_on_
 
 
 def marked(workspace):
-    """Processes that bear the mark of a workspace, and have not ended."""
+    """The live processes that have the mark of a workspace."""
     processes = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""How many workers share a GPU, and where texts are encoded beside it."""
+"""The number of workers that share a GPU, and where texts are encoded."""
 
 from pathlib import Path
 
@@ -59,10 +59,10 @@ def test_the_driver_says_what_is_free_on_the_gpu_that_has_least(printed, status,
     [
         (WorkerLayout(2, 1, 0, "cpu"), 0, 999, False),
         (WorkerLayout(2, 1, 0, "cpu"), 0, 1_000, True),
-        (WorkerLayout(2, 8, 1, "cuda", 2), 1, 10**6, False),  # the one GPU is here
+        (WorkerLayout(2, 8, 1, "cuda", 2), 1, 10**6, False),  # the only GPU is on this machine
         (WorkerLayout(8, 8, 1, "cuda"), 1, 49_999, False),
         (WorkerLayout(8, 8, 1, "cuda"), 1, 50_000, True),
-        (WorkerLayout(8, 8, 1, "cuda"), 0, 1_000, True),  # GPUs are elsewhere alone
+        (WorkerLayout(8, 8, 1, "cuda"), 0, 1_000, True),  # GPUs are on other machines only
     ],
 )
 def test_tasks_encode_what_they_encode_sooner(layout, gpus_here, num_texts, expected, monkeypatch):

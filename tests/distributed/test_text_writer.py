@@ -1,4 +1,4 @@
-"""Texts of prompts for Ray Data: the same as the engine's own, whatever shares a batch, and under a real Ray."""
+"""A text writer for Ray Data: texts equal the engine's own, in any batch, and under a real Ray."""
 
 import re
 import sys
@@ -43,7 +43,7 @@ def plain():
 
 @pytest.fixture(scope="module")
 def pools(plain, tmp_path_factory):
-    """Pools of what the prompts are answered with."""
+    """Pools of the texts that plain decoding writes for the prompts."""
     root = tmp_path_factory.mktemp("pools")
     with PoolStore(root).publish("2025-03-01") as folder:
         texts = [PoolText(tokens, "verse") for _, tokens, _ in plain] * 3
@@ -113,7 +113,7 @@ def test_wrong_options_and_pools_of_another_tokenizer_are_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A local Ray without its monitoring processes, each of which takes a second to load."""
+    """A local Ray without its monitoring processes, each of which takes a second to start."""
     with (
         mock.patch.multiple("laserbatch.pipeline.distributed.cluster", usable_cores=lambda: 2, num_gpus=lambda: 0),
         local_ray(),
@@ -122,7 +122,7 @@ def cluster():
 
 
 class FailingOnce(TextWriter):
-    """The first process loses its GPU when it writes, for which it loads no model."""
+    """Its first process loses its GPU when it writes, before loading a model."""
 
     ended: Path
 

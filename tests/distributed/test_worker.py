@@ -1,4 +1,4 @@
-"""One worker's record of a text, without Ray."""
+"""The records of one worker, without Ray."""
 
 import datetime
 import json
@@ -121,7 +121,7 @@ def recorded(forward, seen: list, feeds, trees):
 
 
 def test_a_shards_forwards_are_the_same_whatever_its_worker_wrote_before(tmp_path):
-    """Then rounding is the same too, and with it every near-tie."""
+    """So rounding is the same, and with it every near-tie."""
     write_sample_world(tmp_path / "tables", num_users=4, num_items=20)
     sizes = []
     for name, numbers in (("alone", [2]), ("last", [0, 1, 2])):
@@ -156,7 +156,7 @@ def test_a_relaxed_text_that_ran_on_is_written_again_as_a_greedy_one(tmp_path, m
     (stats, rows), (greedy_stats, greedy_rows) = records["relaxed"], records["greedy"]
     assert stats.num_texts == len(rows) == 4 and greedy_stats.num_rewritten == 0
     assert {row["finish_reason"] for row in rows} == {"length"}, "no text was cut, so nothing was tested"
-    ran_on = usual < 10 and most == 1.0  # where all texts are cut, the limit is short
+    ran_on = usual < 10 and most == 1.0  # if all texts are cut, the limit is too short
     assert stats.num_rewritten == (4 if ran_on else 0)
     assert {json.loads(row["decoding_json"])["verifier"] for row in rows} == {"greedy" if ran_on else "relaxed"}
     assert ([row["text"] for row in rows] == [row["text"] for row in greedy_rows]) == ran_on
