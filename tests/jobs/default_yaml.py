@@ -1,4 +1,4 @@
-"""`configs/default.yaml` as it must be; `python tests/jobs/default_yaml.py` writes it after a change of an option."""
+"""The text of `configs/default.yaml`; `python tests/jobs/default_yaml.py` writes the file after a change of options."""
 
 import textwrap
 
@@ -21,7 +21,7 @@ def default_yaml() -> str:
 
 
 def commented_yaml(model: type[BaseModel], indent: int = 0) -> str:
-    """All options of a settings model as YAML that loads into it again, each with its description above it."""
+    """All options of a settings model as YAML that loads into an equal model, each with its description above it."""
     lines: list[str] = []
     for name, field in model.model_fields.items():
         section = field.annotation

@@ -1,10 +1,10 @@
-"""Nights whose texts this process writes, where Ray's workers would load Python and torch each night."""
+"""Nights that write texts in this process, since each of Ray's workers would first import Python and torch."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
-Put = Callable[[object, str, object], None]  # `setattr`, or what undoes it at a test's end
+Put = Callable[[object, str, object], None]  # `setattr`, or a replacement that is undone at a test's end
 
 
 def write_here(put: Put = setattr) -> None:
@@ -23,7 +23,7 @@ def write_here(put: Put = setattr) -> None:
 
 
 def without_ray(put: Put) -> None:
-    """Have no workers started for a night; its worker pool only holds the specification."""
+    """Start no workers for a night; its worker pool only holds the specification."""
     from laserbatch.jobs.stages.workers import NightWorkers
     from laserbatch.pipeline.distributed.cluster import WorkerLayout
 

@@ -1,4 +1,4 @@
-"""A manifest as a second night on a small shop leaves it, with figures that belong together; seeded."""
+"""The manifest of a second night of a small shop, from a seed, with consistent figures."""
 
 import random
 import re
@@ -78,7 +78,7 @@ def stats(
 
 
 def spans(marked: str) -> list[dict]:
-    """`[pool]drafted[/] own` as the spans of a sample."""
+    """The spans of a sample, from text with marks: `[pool]drafted[/] own`."""
     parts, source = [], "target"
     for piece in marked.replace("[", "\x00[").split("\x00"):
         if piece.startswith("["):
@@ -152,17 +152,17 @@ def side_of(
 
 
 def night_of(data: dict) -> SimpleNamespace:
-    """A night whose manifest has users of whom this is said."""
+    """A night whose manifest has the given figures of users."""
     return SimpleNamespace(manifest=SimpleNamespace(generation=SimpleNamespace(sides={"user": figures_of(data)})))
 
 
 def figures_of(data: dict) -> SideFigures:
-    """The figures of a side, as in a manifest."""
+    """The figures of a side, parsed as in a manifest."""
     return TypeAdapter(SideFigures).validate_python(data)
 
 
 def manifest_of(data: dict) -> RunManifest:
-    """A manifest of plain values, as its file is read."""
+    """A manifest from plain values, parsed like its file."""
     return RunManifest.from_json(data, Path("manifest.json"))
 
 
@@ -204,7 +204,7 @@ def budget(counted: dict) -> dict:
 
 
 def audited(side: str, text: str) -> dict:
-    """Texts of a side beside plain ones, and the worst of them."""
+    """The audit of a side: its texts compared with plain ones, and the worst pair."""
     text = re.sub(r"\[/?\w*\]", "", text)
     return {
         "num_pairs": 32,
@@ -246,7 +246,7 @@ def ctr_row(model: str, variant: str, auc: float, cold: float, logloss: float, s
 
 
 def equivalence(differences: dict[str, list[float]]) -> dict:
-    """The CTR section's `equivalence`, as the CTR package decides it from paired differences over seeds."""
+    """The `equivalence` of the CTR section, decided by the CTR package from paired differences over seeds."""
     pairs = {model: PairedAuc(np.array(values), np.zeros((len(values), 2))) for model, values in differences.items()}
     return {name: vars(verdict) for name, verdict in compare_paired(pairs, num_rows=1555).items()}
 

@@ -1,4 +1,4 @@
-"""A small world and its configuration, on which whole nights run in tests, with the bundled model."""
+"""A small world and a configuration for whole nights in tests, with the bundled model."""
 
 import shutil
 import subprocess
@@ -25,15 +25,15 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 
 
 def write_config(folder: Path, name: str = "laserbatch.yaml", **sections) -> Path:
-    """A configuration over `folder/tables`, quick to run; `sections` are merged over it.
+    """Write a configuration over `folder/tables` for quick nights; `sections` override it.
 
-    The encoder that ships takes longer to load than such a night takes otherwise: `test_nightly.py` has it.
+    It has a tiny encoder: the one that ships takes longer to load than such a night takes. `test_nightly.py` uses that.
     """
     shutil.copytree(_small_encoder().name, folder / "encoder", dirs_exist_ok=True)
     settings = {
         "workspace": "workspace",
         "tables": {"path": "tables"},
-        # A budget that is given: one that is chosen depends on how fast this machine is at the moment.
+        # A fixed budget: a chosen one would depend on the current speed of this machine.
         "decoding": {
             "max_new_tokens": 256,
             "batch_size": 8,
@@ -69,7 +69,7 @@ def write_encoder(folder: Path, seed: int = 0) -> None:
 
 @cache
 def _small_encoder() -> tempfile.TemporaryDirectory:
-    """An encoder to be copied, in a folder that is removed with this process."""
+    """A tiny encoder to copy, in a folder that is removed at the end of this process."""
     folder = tempfile.TemporaryDirectory()
     write_encoder(Path(folder.name))
     return folder
@@ -83,10 +83,10 @@ def make_world(folder: Path, num_users: int = 24, num_items: int = 24) -> Path:
 
 @contextmanager
 def local_ray(num_workers: int | None = None) -> Iterator[WorkerLayout]:
-    """A Ray of this machine, whatever cluster the environment names.
+    """A local Ray, even if the environment names a cluster.
 
-    A thread starts it, as a night's: where the main thread has started one Ray of a process and a thread a later one,
-    two of the later one's tasks may get the same id, which ends the process.
+    A thread starts it, as in a night: if the main thread starts one Ray of a process and another thread a later one,
+    two tasks of the later one may get the same id, which ends the process.
     """
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("RAY_ADDRESS", "127.0.0.1:1")
@@ -104,9 +104,9 @@ def start(*arguments: str, laserbatch: Sequence[str | Path] = HERE) -> subproces
 
 
 def write_here(patched: pytest.MonkeyPatch) -> None:
-    """Have texts written in this process instead of by Ray's actors, which would load Python and torch each night.
+    """Write texts in this process instead of in Ray's actors, which would import Python and torch each night.
 
-    A model is loaded for the first of the nights that it writes, as a process does that lives on.
+    A model is loaded once for all nights, as in a process that stays alive.
     """
     from laserbatch.pipeline.engines import own
 
@@ -115,7 +115,7 @@ def write_here(patched: pytest.MonkeyPatch) -> None:
 
 
 def _loaded(folder: Path, dtype: str, device: str, adapter: Path | None):
-    """`load_model`; what it returned for the same files is returned again."""
+    """`load_model`, cached by its files."""
     paths = [path for part in (folder, adapter) if part is not None for path in sorted(Path(part).glob("*"))]
     files = tuple((path, path.stat().st_mtime_ns, path.stat().st_size) for path in paths)
     return _loaded_once(files, folder, dtype, device, adapter)

@@ -1,4 +1,4 @@
-"""Nights whose plan and texts are planted: no model has run, and what drafting finds in them is known."""
+"""Nights with planted plans and texts: no model runs, and the acceptance of drafts from the texts is known."""
 
 import zlib
 from pathlib import Path
@@ -13,7 +13,7 @@ from laserbatch.pipeline.planning.plan import save_plan
 
 
 class Encoder:
-    """Vectors of length one, by the text."""
+    """Unit vectors that depend on the text alone."""
 
     dim, encoder_id = 8, "hash"
 
@@ -24,7 +24,7 @@ class Encoder:
 
 
 def invented_text(seed: int, num_changed: int = 0) -> np.ndarray:
-    """A text whose next word is one of two; the same for the same seed but for its last words."""
+    """A random text with two possible successors of each word; texts with one seed differ in their last words only."""
     rng = np.random.default_rng(seed)
     tokens = [int(rng.integers(0, 50))]
     for _ in range(39):
@@ -33,7 +33,7 @@ def invented_text(seed: int, num_changed: int = 0) -> np.ndarray:
 
 
 def write_night(night, num_changed: int = 0, previous: Path | None = None) -> pa.Table:
-    """A plan and a text for each item, as generation leaves them; of no user."""
+    """Write a plan of the items and a text for each, as generation does; users get none."""
     ids = night.tables.items["item_id"].to_pylist()
     plan = plan_side(
         night.tables,

@@ -1,4 +1,4 @@
-"""Tables of a few users and items that tests of runs are lived on, and templates that ask about them briefly."""
+"""Tables of a few users and items for tests of runs, and templates with short prompts."""
 
 import datetime
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ TITLES = ("Harbour Lights", "The Pier", "Night Signal")
 
 @dataclass
 class World:
-    """The tables, as their owner knows them; `write` puts them where the nights read them."""
+    """The tables in memory; `write` puts them where nights read them."""
 
     users: dict[str, dict] = field(default_factory=dict)
     items: dict[str, dict] = field(default_factory=dict)
@@ -41,7 +41,7 @@ def _noon(day: str) -> datetime.datetime:
 
 
 def first_world() -> World:
-    """Four users and three items; u0 and u1 were there before any item; u2 and u3 rated i2. April is for judging."""
+    """Four users and three items. u0 and u1 exist before any item; u2 and u3 rated i2. April is for judging."""
     world = World()
     for number in range(4):
         created_at = "2025-02-10" if number < 2 else "2025-02-25"

@@ -1,7 +1,7 @@
-"""Texts of the night beside plain ones: who is asked again, what is measured, what it keeps from readers and costs.
+"""The audit: which prompts are also decoded plainly, what is compared, and its effect on publication and cost.
 
-No model writes them: of some users the night's text has a name that stands nowhere, and lacks a field that plain
-decoding gives.
+No model writes the texts. The night's texts of some users contain a name that is in no prompt, and lack a field that
+plain decoding fills.
 """
 
 import json
@@ -41,7 +41,7 @@ FREE = HEAD | {"name": "things", "side": "item", "parser": "free"}
 
 
 def written(pending, worker_pool, *_):
-    """In place of the model."""
+    """A stand-in for the model."""
     spec, folder = worker_pool.spec, RunFolder(worker_pool.spec.run_dir)
     is_plain = not spec.decoding.drafters
     for shard in pending:
@@ -65,7 +65,7 @@ def written(pending, worker_pool, *_):
 
 
 class Encoder:
-    """Vectors of length one: of all texts with a mood one, of all others another."""
+    """Unit vectors: one for all texts with a mood, and another one for all other texts."""
 
     dim, encoder_id = 2, "two"
 
@@ -104,7 +104,7 @@ def settings(patched, tmp_path_factory) -> Settings:
 
 @pytest.fixture(scope="module")
 def lived(settings, patched) -> tuple[Night, list]:
-    """A night that was killed while it compared, and given again; and how many texts were written where."""
+    """A night that was interrupted in its audit and then finished, and the number of texts written in each folder."""
     prompts = []
 
     def seen(pending, worker_pool, *more):
@@ -120,7 +120,7 @@ def lived(settings, patched) -> tuple[Night, list]:
 
 
 def changed(night: Night, section: str, **options) -> Night:
-    """The night under other settings, and not compared yet."""
+    """The night under other settings, before its audit."""
     part = getattr(night.settings, section).model_copy(update=options)
     settings = night.settings.model_copy(update={section: part})
     return replace(

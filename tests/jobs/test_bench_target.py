@@ -1,4 +1,4 @@
-"""ONCE's user task by a small real model that was trained on such lists of interests, on the books of real readers."""
+"""ONCE's user task, written by a small real model that was trained on lists of interests, for books of real readers."""
 
 import json
 from collections import Counter
@@ -14,8 +14,8 @@ from laserbatch.jobs.stages import publishing
 from laserbatch.jobs.stages.night import open_run
 from laserbatch.pipeline.storage.parquet import read_parquet
 
-NUM_READERS, NUM_BOOKS = 6, 3  # fewer than a night stops at; books a reader
-FINISHED = {  # the form that it was trained on
+NUM_READERS, NUM_BOOKS = 6, 3  # fewer readers than FIRST_TEXTS; books of each reader
+FINISHED = {  # the form of answers that the model was trained on
     "name": "finished_user", "version": 1, "framework": "once", "side": "user", "parser": "json",
     "fields": {"interests": "list"}, "instruction": "{A_user} {interacted} these {items}:",
     "attributes": {"columns": []}, "history": {"line_unrated": "({number}) {title}", "none": "(none yet)"},
@@ -25,7 +25,7 @@ FINISHED = {  # the form that it was trained on
 
 @pytest.fixture(scope="module")
 def readers(shared_data, tmp_path_factory):
-    """Tables of a few readers and the books that they finished, which lie outside the project."""
+    """Tables of a few readers and the books that they finished, from a data set outside the project."""
     folder, source = tmp_path_factory.mktemp("readers"), shared_data / "goodreads"
     users = pq.read_table(source / "users.parquet").slice(0, NUM_READERS).to_pylist()
     titles = dict(zip(*pq.read_table(source / "items.parquet", columns=["item_id", "title"]), strict=True))
@@ -47,14 +47,14 @@ def readers(shared_data, tmp_path_factory):
 
 
 def night(readers, model, template, capfd, monkeypatch, guided="auto"):
-    """Records and quarantined rows of users by a template."""
+    """The records and the quarantined rows of users, written with a template."""
     write_here(monkeypatch)
     words = {"user": "reader", "item": "book", "items": "books", "interacted": "finished"}
     knowledge = {"template_dir": "prompts", "user_template": template, "item_template": "once_item", "words": words}
     write_config(readers, workspace=template, knowledge=knowledge, night={"train_ctr": False, "num_audited": 0},
                  decoding={"model": str(model), "max_new_tokens": 128, "guided": guided},
                  gates={"max_failed_share": 1.0})  # fmt: skip
-    monkeypatch.setattr(publishing, "judge", lambda measured, limits: [])  # a random model's texts would be held back
+    monkeypatch.setattr(publishing, "judge", lambda measured, limits: [])  # gates would hold bad texts back
     config = readers / "laserbatch.yaml"
     assert run_here(capfd, "nightly", "--date", "2025-01-01", "--config", str(config)).returncode == 0
     run = open_run(load_settings(config), None).run
@@ -67,7 +67,7 @@ def test_in_the_form_that_it_was_trained_on_every_list_of_interests_is_parsed(
 ):
     parsed, refused = night(readers, shared_models / "bench-target", "finished_user", capfd, monkeypatch)
     assert len(parsed) > NUM_READERS / 2 and len(parsed) + len(refused) == NUM_READERS
-    # All are lists; a few readers' list repeats one interest, which no quota of the form forbids.
+    # All answers are lists. In those of a few readers an interest repeats, which the form cannot forbid.
     assert {row["reason"].split(":")[0] for row in refused} <= {"loops"}
     assert all(json.loads(row["text"])["interests"] for row in refused)
     assert all(json.loads(row["fields_json"])["interests"].strip() for row in parsed)
@@ -77,7 +77,7 @@ def test_in_the_form_that_it_was_trained_on_every_list_of_interests_is_parsed(
 def test_in_our_wording_what_is_no_list_is_refused_by_kind(readers, shared_models, capfd, monkeypatch):
     parsed, refused = night(readers, shared_models / "bench-target", "once_user", capfd, monkeypatch, guided="off")
     assert len(parsed) + len(refused) == NUM_READERS
-    # Asked so, it often ends at once and invents another reader with an answer about that one.
+    # With this prompt the model often ends its answer at once, and invents another reader and an answer about that one.
     assert not any("A reader finished" in row["text"] for row in (*parsed, *refused)), "a turn was invented"
     reasons = Counter(row["reason"].split(":")[0] for row in refused)
     assert set(reasons) <= {"unparsable", "missing-field", "wrong-type", "wrong-language", "loops", "repeats-prompt"}

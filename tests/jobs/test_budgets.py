@@ -1,4 +1,4 @@
-"""A run's budgets: chosen once, kept in the manifest, never measured where nothing is left to choose."""
+"""A run's budgets: chosen once, stored in the manifest, and not measured if nothing is left to choose."""
 
 import datetime
 import json

@@ -1,4 +1,4 @@
-"""Pools from a run's texts, grouped as the configuration says, and the next night's routes into those groups."""
+"""Pools built from a run's texts, in the configured groups, and the routes of the next night into these groups."""
 
 import datetime
 import json
@@ -49,7 +49,7 @@ def opened(world, date, routing):
 
 
 def write_texts(night):
-    """Texts of all items whose words depend on the mood; of no user."""
+    """Texts of all items, with words that depend on the mood; no texts of users."""
     moods = {mood: number for number, mood in enumerate(sorted(set(night.tables.items["mood"].to_pylist())))}
     rng = np.random.default_rng(0)
     rows = [
@@ -95,7 +95,7 @@ def test_routers_are_kept_until_a_twentieth_of_what_they_were_fitted_on_has_chan
 
 
 def changed(night, every):
-    """The same run's texts, every so many of them another."""
+    """Change the last token of every `every`-th text of the run."""
     before = read_parquet(night.run.knowledge_folder("item"))
     ids = [ids[:-1] if row % every == 0 else ids for row, ids in enumerate(before["token_ids"].to_pylist())]
     column = before.schema.get_field_index("token_ids")
@@ -188,17 +188,17 @@ def test_texts_of_another_tokenizer_go_into_no_pool_and_its_pools_are_not_drafte
     assert build_pools(night)["item"].num_texts == rows.num_rows - 20
     assert opened(world, SECOND_DATE, "{}").manifest.generation.pools.version == night.run.run_id
     monkeypatch.setattr("laserbatch.jobs.stages.night.tokenizer_hash", lambda folder: "another")
-    assert opened(world, SECOND_DATE, "{}").manifest.generation.pools.version is None  # an unfinished run goes on
-    assert opened(world, SECOND_DATE, "{scheme: global}").manifest.generation.pools.version is None  # a new run
+    assert opened(world, SECOND_DATE, "{}").manifest.generation.pools.version is None  # an unfinished run is continued
+    assert opened(world, SECOND_DATE, "{scheme: global}").manifest.generation.pools.version is None  # a new run begins
     assert capsys.readouterr().err.count("its token ids mean other texts") == 2
 
 
 def test_of_more_texts_than_a_pool_holds_some_are_left_out_and_counted(world, monkeypatch, capsys):
-    """The same ones every night, though other texts come and go; the night goes on."""
+    """The same texts are left out every night, although other texts come and go, and the night succeeds."""
     for module in (pool_texts, texts_of_pools, build):
         monkeypatch.setattr(module, "MAX_POSITIONS", 630)
     night = opened(world, SECOND_DATE, "{}")
-    write_texts(night)  # of 20 tokens, and a separator
+    write_texts(night)  # 20 tokens and a separator each
     assert build_pools(night)["item"].num_texts == 29
     assert "the item pool holds 29 of 60 texts: its limit is 630 tokens" in " ".join(capsys.readouterr().err.split())
     ids = np.array(night.tables.items["item_id"].to_pylist())
@@ -297,7 +297,7 @@ def test_a_task_builds_the_pools_that_this_process_builds(first_night, monkeypat
                 ClusterFailed, match=r"^building pools: the processes of a task died .* the same command"
             ):
                 built()
-        # What a task cannot do as the night would have, this process does, with the tables that it has.
+        # If a task cannot build the pools as the night would have, this process does, with the tables that it has read.
         users = Path(first_night.settings.tables.path) / "users.parquet"
         pq.write_table(pq.read_table(users).slice(1), users)
         assert built()["item"].num_texts == expected.num_texts

@@ -1,4 +1,4 @@
-"""Calibrating while pools are built: what is replayed on a first night, on a second, and when there is too little."""
+"""Calibration during the build of pools: the replays of a first and a second night, and too few texts."""
 
 import datetime
 import shutil
@@ -18,7 +18,7 @@ from laserbatch.pipeline.storage.figures import BudgetFigures, BudgetForecast
 from laserbatch.retrieval_pools.sources import SOURCE_PREVIOUS
 
 FIRST_DATE, SECOND_DATE = datetime.date(2025, 2, 28), datetime.date(2025, 3, 1)
-NUM_ITEMS = 300  # more than a night replays all of
+NUM_ITEMS = 300  # more items than a night replays
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def opened(world, date, routing="{}"):
 
 @pytest.fixture(scope="module")
 def first_night(tmp_path_factory):
-    """A world whose first night has written its texts and built its pools, and what it built of items."""
+    """A world after its first night has written texts and built pools, and the build of the item pool."""
     folder = tmp_path_factory.mktemp("first_night")
     write_sample_world(folder / "tables", num_users=20, num_items=NUM_ITEMS)
     night = opened(folder, FIRST_DATE)
@@ -45,7 +45,7 @@ def first_night(tmp_path_factory):
 
 @pytest.fixture
 def after_first_night(first_night, tmp_path):
-    """A copy of that world, and the pool of items that its first night built."""
+    """A copy of that world, and the build of its item pool."""
     folder, built = first_night
     return shutil.copytree(folder, tmp_path / "world"), built
 
@@ -75,24 +75,24 @@ def test_a_second_night_replays_what_it_wrote_against_the_pool_it_drafted_from(a
     calibration = next_night.pools.open(next_night.run.run_id, "item").manifest.calibration
     assert calibration.num_texts == num_texts
     new, changed = calibration.budgets.new, calibration.budgets.changed
-    assert 0.4 * num_texts < changed.num_texts <= new.num_texts == num_texts // 2  # every other one is replayed
+    assert 0.4 * num_texts < changed.num_texts <= new.num_texts == num_texts // 2  # every other text is replayed
     assert changed.cells[-1].tokens_per_step > new.cells[-1].tokens_per_step
     assert SOURCE_PREVIOUS in {source.source for source in calibration.sources}
     assert calibration.curves[SOURCE_PREVIOUS, :, -1].max() > 0.8
 
 
 def test_a_night_that_wrote_few_texts_keeps_the_calibration_and_counts_them(world, monkeypatch):
-    monkeypatch.setattr(pool_texts, "MAX_SHARE_CHANGED", 2.0)  # of a side's texts: these nights write all anew
+    monkeypatch.setattr(pool_texts, "MAX_SHARE_CHANGED", 2.0)  # of a side's texts, since these nights rewrite all
     nights, dates = [], [FIRST_DATE + datetime.timedelta(days) for days in range(5)]
     for number, date in enumerate(dates):
-        nights.append(opened(world, date, "{scheme: attribute}"))  # which no night has to learn
+        nights.append(opened(world, date, "{scheme: attribute}"))  # needs no training
         num_texts = write_night(
             nights[-1], number, nights[-2].run.knowledge_folder("item") if number else None
         ).num_rows
         build_pools(nights[-1])
     known = [night.pools.open(night.run.run_id, "item").manifest.calibration for night in nights]
     first, second, fifth = (nights[number].run.run_id for number in (0, 1, 4))
-    # The first has no previous texts, the second therefore replays; its calibration is kept until too much was written.
+    # The first night has no previous texts, so the second replays too; its calibration stays until many texts are new.
     assert [calibration.replayed_run for calibration in known] == [first, second, second, second, fifth]
     assert [calibration.num_texts_changed for calibration in known] == [0, 0, num_texts, 2 * num_texts, 0]
     assert known[2].curves.tobytes() == known[1].curves.tobytes() != known[4].curves.tobytes()
@@ -122,7 +122,7 @@ def test_replays_draft_by_the_budget_that_the_night_chose(world):
         "user": BudgetFigures(0, 1.0, BudgetForecast("given")),
         "item": BudgetFigures(4, 0.3, BudgetForecast("given")),
     }
-    assert drafted_with(night, "user") is None  # nothing was drafted: replays draft as usual
+    assert drafted_with(night, "user") is None  # nothing was drafted, so replays use the default budget
     assert drafted_with(night, "item") == Budget(4, 0.3)
 
 

@@ -118,7 +118,7 @@ def nightly(run):
 
 @pytest.fixture
 def failing(run, monkeypatch):
-    """A command in which something is raised."""
+    """A function that runs a command in which the given error is raised."""
 
     def raised(error: BaseException):
         def open_workspace(*_):
@@ -239,7 +239,7 @@ def test_a_date_after_tomorrow_is_refused_without_force(tmp_path, run, command):
     date, output = done_for(2)
     assert f"the date {date} is after tomorrow (today is {datetime.date.today()} by this machine's clock)" in output
     assert "--force" in output and not (tmp_path / "workspace").exists()
-    for _, output in (done_for(1), done_for(2, "--force")):  # accepted: the next fault is met
+    for _, output in (done_for(1), done_for(2, "--force")):  # accepted, so the command ends at the next fault
         assert "after tomorrow" not in output and "laserbatch: " in output
 
 
@@ -397,7 +397,7 @@ def test_the_time_left_does_not_count_what_came_before_the_first_step(capfd, mon
     monkeypatch.setattr(console, "PLAIN_LINE_EVERY_S", 0.0)
     with progress("generate", 3) as bar:
         task = bar._terminal.tasks[0]
-        task.start_time -= 3600.0  # an hour of loading and measuring
+        task.start_time -= 3600.0  # an hour was spent on loading and measuring
         bar.begin(2.0)
         bar.advance()
     assert re.search(r"generate: 1/3  2 s  0\.50?/s, (4\.\d+|4) s left", capfd.readouterr().err)

@@ -1,4 +1,4 @@
-"""`laserbatch config`: every option, and what of it a file has changed."""
+"""`laserbatch config` shows every option and its changes by a file."""
 
 import json
 
@@ -22,7 +22,7 @@ def config(tmp_path):
 
 
 def leaves(section: dict, within: str = "") -> dict:
-    """Dotted names of `configs/default.yaml`; the only options that are mappings there are empty."""
+    """Values of `configs/default.yaml` by dotted option name; options that are mappings are empty there."""
     options = {}
     for name, value in section.items():
         is_section = value and isinstance(value, dict)

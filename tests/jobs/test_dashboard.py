@@ -28,7 +28,7 @@ SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
 def selectors(expression: str) -> list[promql_parser.VectorSelector]:
-    """The metrics of an expression; raises ValueError if it is not PromQL."""
+    """The metrics in an expression; raises ValueError if the expression is not PromQL."""
     names = []
 
     def visit(node: promql_parser.Expr) -> None:
@@ -41,7 +41,7 @@ def selectors(expression: str) -> list[promql_parser.VectorSelector]:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> dict[str, set[str]]:
-    """The labels of each metric that a night writes while it runs and when it has ended."""
+    """The labels of each metric that a night writes while it runs and at its end."""
     root, date = tmp_path_factory.mktemp("workspace"), datetime.date(2025, 3, 1)
     workspace, textfile = Workspace.open(root), root / "laserbatch.prom"
     run = workspace.run(make_run_id(date, {}))
@@ -77,7 +77,7 @@ def test_the_dashboard_shows_the_metrics_that_a_night_writes_all_of_them_and_no_
 
 
 def test_the_dashboard_is_what_grafana_reads():
-    assert DASHBOARD["schemaVersion"] >= 36  # the first whose panels name their data source by type and uid
+    assert DASHBOARD["schemaVersion"] >= 36  # the first version whose panels name their data source by type and uid
     assert DASHBOARD["title"] and DASHBOARD["uid"] and "id" not in DASHBOARD
     identifiers = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(set(identifiers)) == len(identifiers)
@@ -141,5 +141,5 @@ def test_limits_on_the_dashboard_are_those_of_the_alerts_and_of_the_gate():
 def test_every_exit_code_that_a_night_writes_has_words():
     (panel,) = (panel for panel in PANELS if panel["targets"][0]["expr"].startswith("laserbatch_last_exit_code"))
     (mapping,) = panel["fieldConfig"]["defaults"]["mappings"]
-    of_no_night = {ExitCode.USAGE, ExitCode.NOT_READ}  # they end the command before or after the night
+    of_no_night = {ExitCode.USAGE, ExitCode.NOT_READ}  # codes of commands that ended before or after the night
     assert {int(code) for code in mapping["options"]} == set(ExitCode) - of_no_night

@@ -1,4 +1,4 @@
-"""`laserbatch data`: what it prints, and how it ends."""
+"""`laserbatch data`: output and exit codes."""
 
 import json
 

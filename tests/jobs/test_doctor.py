@@ -1,4 +1,4 @@
-"""`laserbatch doctor`: what it finds where all is well and where it is not, and that it says how to mend that."""
+"""`laserbatch doctor`: its findings in sound and faulty set-ups, and its advice."""
 
 import json
 import re
@@ -125,7 +125,7 @@ def test_whether_an_end_token_comes_is_tried_with_a_short_question(world, tmp_pa
 
 
 def about_model(capfd, config, model_dir, *options) -> dict[str, list[dict]]:
-    """The findings of `doctor --model`, by what they are about."""
+    """The findings of `doctor --model`, grouped by subject."""
     done = run_here(capfd, "doctor", "--config", str(config), "--model", str(model_dir), "--json", *options)
     assert done.returncode == 0, done.stderr
     by_subject: dict[str, list[dict]] = {}
@@ -155,7 +155,7 @@ def test_texts_without_the_form_that_is_asked_for_are_counted_by_their_reasons(t
     (tmp_path / "laserbatch.yaml").write_text("decoding: {guided: off}")
     folder = parrot(tmp_path / "model", ["Red", "."])
     findings = about_model(capfd, "laserbatch.yaml", folder)
-    assert [result["level"] for result in findings["form"]] == ["warning", "ok"]  # any text describes an item
+    assert [result["level"] for result in findings["form"]] == ["warning", "ok"]  # items accept any text
     assert "hours" not in findings, "there are no tables"
     assert findings["form"][0]["found"].endswith("0 of 8 user texts have the requested form; rejected: unparsable (8)")
     assert "stops if more than 50 % of a side's first texts are rejected" in findings["form"][0]["hint"]
@@ -205,7 +205,7 @@ def test_vllm_that_is_not_installed_or_cannot_be_imported_is_told(
 
 @pytest.fixture
 def gpus(monkeypatch, tmp_path):
-    """Two GPUs that are not there, whose memory and failures a test may change."""
+    """Two pretended GPUs; a test may change their memory and let them fail."""
     facts = {"free": 84 * GB, "total": 85 * GB, "capability": (9, 0), "error": None, "number": 2}
     driver = tmp_path / "nvidiactl"
     driver.touch()

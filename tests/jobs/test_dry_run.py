@@ -1,4 +1,4 @@
-"""`nightly --dry-run`: the plan of a night by reason, and what it would take, with nothing written."""
+"""`nightly --dry-run`: the plan of a night by reason and its expected cost, without writing anything."""
 
 import json
 import shutil
@@ -39,14 +39,14 @@ def test_a_dry_run_tells_who_would_be_written_and_why_and_writes_nothing(folder,
     world.write(folder / "tables")
     plan = planned(capfd, folder, "2025-03-04")
     assert plan["state"] == "would begin" and plan["built_on"].startswith("2025-03-02")
-    assert plan["users"]["reasons"] == {"history": 2, "new": 1}  # the planted person's new text had failed
+    assert plan["users"]["reasons"] == {"history": 2, "new": 1}  # the last text of the planted person had failed
     assert plan["items"]["reasons"] == {"attributes": 1}
     assert (plan["users"]["num_carried_over"], plan["users"]["num_to_write"], plan["users"]["num_entities"]) == (
         3,
         3,
         6,
     )
-    assert plan["users"]["predicted_tokens"] == 3  # every planted text says that it has one
+    assert plan["users"]["predicted_tokens"] == 3  # every planted text has one token by its record
     assert plan["predicted_cost"] == pytest.approx(3600 * plan["predicted_hours"]) and plan["predicted_hours"] > 0
     assert contents(folder / "workspace") == before
     empty = planned(capfd, folder, "2025-03-04", "--workspace", str(folder / "none"))

@@ -1,4 +1,4 @@
-"""Nights whose texts a server writes: it storms, goes away and comes back, and is paid."""
+"""Nights whose texts a server writes: its errors, its absence and its prices."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from laserbatch.pipeline.storage.run_folder import RunFolder
 PRICES = {"input": 1.0, "output": 100.0, "cached": 0.5}
 BRIEF = {"user_template": "brief_user", "item_template": "brief_item"}
 OF_AN_ANSWER = (60 * PRICES["input"] + 40 * PRICES["cached"] + 10 * PRICES["output"]) / 1e6  # by the server's usage
-OF_A_SHARD = 3 * 256 * PRICES["output"] / 1e6  # at most, beside 0.001 for its prompts
+OF_A_SHARD = 3 * 256 * PRICES["output"] / 1e6  # at most, without the 0.001 for its prompts
 
 
 def configured(folder: Path, server, **options) -> str:
@@ -62,7 +62,7 @@ def test_a_night_goes_on_after_its_server_was_gone_and_after_its_money_had_run_o
     def storm_and_leave(body, number):
         if number < 3:
             return Fault(429, {"error": {"message": f"slow down, {KEY}"}}, {"retry-after": "0"})
-        if number >= 7:  # of the second shard, whose first row is answered
+        if number >= 7:  # a row of the second shard, whose first row is answered
             while server.answered.total() < 4:
                 time.sleep(0.01)
             server.is_gone = True
@@ -80,7 +80,7 @@ def test_a_night_goes_on_after_its_server_was_gone_and_after_its_money_had_run_o
     refused = next(iter({prompt_of(body) for body in server.bodies} - set(server.answered)))
     server.is_gone, server.fingerprint = False, "fp_2"
     server.fault = lambda body, number: Fault(400, {"error": {"message": "no"}}) if prompt_of(body) == refused else None
-    most = num_first * OF_AN_ANSWER + OF_A_SHARD + OF_AN_ANSWER  # room for a shard, and for none after it
+    most = num_first * OF_AN_ANSWER + OF_A_SHARD + OF_AN_ANSWER  # room for one shard more, and not for another one
     configured(folder, server, max_cost=most)
     stopped = run_here(capfd, *nightly)
     assert stopped.returncode == ExitCode.RUN_FAILED, stopped.stderr
@@ -105,7 +105,7 @@ def test_a_night_goes_on_after_its_server_was_gone_and_after_its_money_had_run_o
     assert (bad["reason"], bad["detail"]) == ("refused", "HTTP 400: no")
     num_entities = sum(side.num_entities for side in manifest.generation.sides.values())
     assert len(rows) == len(server.answered) == num_entities - 1
-    assert server.answered.total() == len(rows) + num_first - num_kept  # only what was open when the server went away
+    assert server.answered.total() == len(rows) + num_first - num_kept  # repeated: requests that were cut off
 
     endpoint = manifest.generation.endpoint
     assert endpoint.num_requests == server.answered.total() and endpoint.num_retries >= 3
@@ -125,7 +125,7 @@ def test_a_dry_run_predicts_money_from_the_night_before(folder, server, capfd):
     plan = json.loads(dry_run.stdout)
     of_answers = {side: plan[side]["predicted_tokens"] * PRICES["output"] / 1e6 for side in ("users", "items")}
     for side, cost in of_answers.items():
-        assert cost < plan[side]["predicted_cost"] < 3 * cost  # prompts beside
+        assert cost < plan[side]["predicted_cost"] < 3 * cost  # prompts cost something, too
     assert plan["predicted_cost"] == pytest.approx(sum(plan[side]["predicted_cost"] for side in of_answers))
     assert "more than decoding.endpoint.max_cost 1e-06" in dry_run.stderr
 

@@ -1,4 +1,4 @@
-"""What a night tells while it goes on and afterwards: its events, `status`, and figures for Prometheus."""
+"""What a night reports during and after its run: events, `status`, and figures for Prometheus."""
 
 import datetime
 import fcntl
@@ -134,7 +134,7 @@ def test_a_night_that_died_on_another_host_is_not_running(night, monkeypatch):
 
 
 def test_a_lock_that_is_held_is_running_whoever_the_file_names(night):
-    """The file names another host, another container with this host's name, or nobody yet."""
+    """The file may name another host, another container with this host's name, or no process yet."""
     lock = night.workspace.root / "LOCK"
     with night.workspace.lock():
         for content in ("pid 1 on another-machine", f"pid {2**22 + 1} on {socket.gethostname()}", ""):
@@ -145,7 +145,7 @@ def test_a_lock_that_is_held_is_running_whoever_the_file_names(night):
 
 
 def test_looking_at_the_lock_refuses_no_night(night):
-    """A look holds the lock for a moment; a night that begins in that moment tries again."""
+    """`status` holds the lock for a moment; a night that begins in that moment tries again."""
     descriptor = os.open(night.workspace.root / "LOCK", os.O_RDONLY | os.O_CREAT)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     threading.Timer(0.03, os.close, [descriptor]).start()
@@ -184,7 +184,7 @@ def test_figures_that_cannot_be_told_fail_no_night(tmp_path, night, monkeypatch,
 
 
 def read_when(path: Path, text: str) -> str:
-    """The file as soon as it has a text in it."""
+    """The content of a file, as soon as it contains a text."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         if path.exists() and text in (content := path.read_text()):
@@ -218,8 +218,8 @@ def test_figures_are_refreshed_while_the_night_runs(tmp_path, night, monkeypatch
     shown = next(
         line.split()[1] for line in running.splitlines() if line.startswith("laserbatch_last_progress_timestamp")
     )
-    assert float(shown) == pytest.approx(progress_s, abs=1)  # or that of the night's begin, in the same millisecond
-    assert "# TYPE laserbatch_last_exit_code gauge\nlaserbatch_last_exit_code 4\n" in running  # of the attempt before
+    assert float(shown) == pytest.approx(progress_s, abs=1)  # or the beginning of the night, in the same millisecond
+    assert "# TYPE laserbatch_last_exit_code gauge\nlaserbatch_last_exit_code 4\n" in running  # of the last attempt
     assert 'laserbatch_entities{side="user",outcome="generated"} 6\n' in running
     assert (
         'laserbatch_quarantine_share{side="user"} 0.0' in running and 'tokens_per_second{side="user"} 30\n' in running
@@ -228,7 +228,7 @@ def test_figures_are_refreshed_while_the_night_runs(tmp_path, night, monkeypatch
     for figure, value in {"shards_done": 1, "shards_planned": 2, "rows_done": 8, "rows_planned": 20}.items():
         assert f'laserbatch_{figure}{{stage="generate"}} {value}\n' in running
     left = re.search(r'^laserbatch_left_seconds{stage="generate"} (\S+)$', running, re.MULTILINE)
-    assert left is not None and float(left[1]) == pytest.approx(12 / (8 / 3), abs=1)  # rows at their pace so far
+    assert left is not None and float(left[1]) == pytest.approx(12 / (8 / 3), abs=1)  # rows left, at the speed so far
     assert 'laserbatch_quarantined{side="user",reason="too-long"} 2\n' in running
     assert 'laserbatch_quarantined{side="user",reason="no-title"} 1\n' in running
     assert "laserbatch_cost 0.003" in running

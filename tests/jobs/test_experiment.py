@@ -1,4 +1,4 @@
-"""`laserbatch experiment` and `ctr compare` of several variants, lived on a few users of the sample world."""
+"""`laserbatch experiment` and `ctr compare` with several variants, on a few users of the sample world."""
 
 import json
 import os
@@ -31,7 +31,7 @@ TRIED = ("--framework", "kar", "--framework", "mine", "--users", "8", "--items",
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A configuration with a framework of its own, over a small world."""
+    """A configuration with a custom framework, over a small world."""
     folder = tmp_path_factory.mktemp("experiment")
     write_sample_world(folder / "tables", num_users=24, num_items=24, num_asked=8)
     (folder / "prompts").mkdir()
@@ -59,14 +59,14 @@ def ask(capfd, folder, *arguments, code=0):
 
 @pytest.fixture
 def tried(folder, capfd, monkeypatch):
-    """The experiment, killed before its second variant and then finished by the same command; done once."""
+    """The experiment, killed before its second variant, then finished by the same command; run once for all tests."""
     write_here(monkeypatch)
     monkeypatch.setattr(TextEncoder, "load", lambda settings: Encoder())
     if not (folder / "result.json").exists():
         with monkeypatch.context() as broken:
             broken.setattr(run_experiment, "run_night", killed_at_second(run_experiment.run_night))
             ask(capfd, folder, "experiment", *TRIED, code=130)
-        # As if the first variant had measured a step: the second is not to measure it again.
+        # A cost that the first variant could have measured: the second must not measure it again.
         step_costs = folder / "workspace" / "experiments" / NAME / "kar" / "step-costs"
         step_costs.mkdir(exist_ok=True)
         shutil.copy(folder / "cost.yaml", step_costs / "0123456789ab.json")
@@ -92,7 +92,7 @@ def test_variants_are_tried_beside_what_is_published_and_a_killed_experiment_goe
     assert first["lift_per_hour"] >= second["lift_per_hour"] and first["hours_of"] == "worker"
     seconds, price = first["seconds_per_million"], 3.0
     assert first["money_per_million"] == pytest.approx(seconds / 3600 * price)
-    # The same prompts, so the same texts: nothing is between them but time.
+    # The same prompts and so the same texts: only the time of writing differs.
     assert {row["mean_difference"] for row in tried["between"]} == {0.0}
     assert {row["variant"]: row["adaptor"] for row in tried["variants"]} == {"kar": "kar", "mine": "linear"}
     assert first["lift"] == second["lift"] and first["tokens_per_text"] == second["tokens_per_text"]

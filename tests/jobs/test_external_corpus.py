@@ -1,4 +1,4 @@
-"""Nights whose server is an SGLang that drafts from external corpora, as a small server answers by SGLang's source."""
+"""Nights with an SGLang server that drafts from external corpora; a small server imitates SGLang's."""
 
 import os
 import re
@@ -41,7 +41,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, server):
-    """A world whose first night is done: it had no texts to upload."""
+    """A world after its first night, which had no texts to upload."""
     folder = make_world(tmp_path_factory.mktemp("corpus"), 8, 6)
     server.card, server.info = {"id": MODEL, "owned_by": "sglang"}, dict(INFO)
     assert command_here("nightly", "--config", configured(folder, server), "--date", FIRST_DATE) == 0
@@ -51,7 +51,7 @@ def folder(tmp_path_factory, server):
 
 @pytest.fixture
 def night(folder, server, capfd):
-    """Write all texts of the second date again; returns what the command left, its run and its manifest."""
+    """A function that rewrites all texts of the second date; returns the command's result, its run and its manifest."""
     server.info, server.fault, server.root_fault = dict(INFO), lambda body, number: None, lambda path: None
     server.corpora.clear()
 
@@ -113,7 +113,7 @@ def test_the_corpus_of_a_night_that_was_killed_is_replaced_by_the_next_attempt(f
     server.fault = kill
     config = configured(folder, server)
     pid = os.fork()
-    if not pid:  # as the command in a process of its own, without loading all of it again
+    if not pid:  # like the command in a separate process, without importing everything again
         with suppress(BaseException):
             command_here("nightly", "--config", config, "--date", SECOND_DATE, "--force")
         os._exit(0)

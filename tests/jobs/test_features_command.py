@@ -1,4 +1,4 @@
-"""`laserbatch features`: joined to a log by time, and exported, from runs whose features are planted."""
+"""`laserbatch features`: joins to a log by time, and exports, from runs with planted features."""
 
 import datetime
 import json
@@ -25,9 +25,9 @@ def planted(
     codebook: str = "c",
     previous: str | None = None,
 ) -> str:
-    """A finished run of a day in March: by user the day whose run wrote the text; the same of one item.
+    """Write a finished run of a day in March. `of_users`: user -> day of the run that wrote the text; item "i" is new.
 
-    It builds on `previous`, else on the published run.
+    It builds on `previous`, or on the published run.
     """
     manifest = manifest_of(workspace.root / "runs", datetime.date(2025, 3, day))
     run = workspace.run(manifest.run_id)
@@ -69,7 +69,7 @@ def run_features(workspace, capfd, *arguments, code=0) -> dict:
 def test_codes_of_a_run_on_another_branch_do_not_compare(workspace, tmp_path, capfd):
     before = workspace.publication.run_id()
     planted(workspace, 6, {"d": 6})
-    planted(workspace, 7, {"e": 7}, previous=before)  # the same codebook, with other codes added
+    planted(workspace, 7, {"e": 7}, previous=before)  # the same codebook, but with other added codes
     log = pa.table({"user_id": ["a", "d", "e"], "item_id": ["i"] * 3, "timestamp": [datetime.datetime(2025, 3, 9)] * 3})
     pq.write_table(log, tmp_path / "log.parquet")
     run_features(workspace, capfd, "asof", tmp_path / "log.parquet", tmp_path / "out.parquet")

@@ -1,4 +1,4 @@
-"""A night that writes what cannot be kept is stopped after its first texts, and says what to do."""
+"""A night whose first texts are mostly unusable is stopped early, with advice."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ from laserbatch.pipeline.storage.run_folder import RunFolder
 
 @pytest.fixture
 def judge(tmp_path):
-    """A function: judge a side of which so many of the first rows failed, under so much allowed failure."""
+    """A function that judges a side whose first rows are `num_failed` failures and `num_kept` texts."""
     tables = tmp_path / "tables"
     write_sample_world(tables, num_users=5, num_items=20)
     run = RunFolder(tmp_path / "run")
@@ -38,14 +38,14 @@ def judge(tmp_path):
 def test_most_of_the_first_texts_must_be_usable(judge):
     with pytest.raises(RunFailed, match=rf"20 of the first {FIRST_TEXTS} users failed.*unparsable \(20\)"):
         judge(20, FIRST_TEXTS - 20)
-    judge(FIRST_TEXTS // 2, FIRST_TEXTS // 2)  # judged when the side is done
-    judge(FIRST_TEXTS - 1, 0)  # too few to tell
-    judge(FIRST_TEXTS, 0, allowed=1.0)  # as was asked for
+    judge(FIRST_TEXTS // 2, FIRST_TEXTS // 2)  # failures of half the rows are judged at the end of the side
+    judge(FIRST_TEXTS - 1, 0)  # too few rows to judge
+    judge(FIRST_TEXTS, 0, allowed=1.0)  # all failures are allowed
 
 
 def test_what_to_do_depends_on_the_model_and_its_tables(judge, tmp_path):
     with pytest.raises(RunFailed, match=r"`laserbatch try --user 7`, and change decoding\.model or"):
-        judge(FIRST_TEXTS, 0)  # a sample world, which the bundled model should know
+        judge(FIRST_TEXTS, 0)  # a sample world: the bundled model should know it
     server = {"url": "http://localhost:8000/v1", "model": "qwen"}
     with pytest.raises(RunFailed, match=r"and change decoding\.endpoint\.model or knowledge\.user_template"):
         judge(FIRST_TEXTS, 0, decoding={"engine": "endpoint", "endpoint": server | {"api": "chat"}})

@@ -1,4 +1,4 @@
-"""A planted person, searched for in every byte of a workspace before and after: raw, decompressed, and as token ids."""
+"""Searches every byte of a workspace for a planted user, before and after: raw, decompressed, and as token ids."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def token_ids(text: str) -> list[int]:
 
 
 def planted(pending, worker_pool, *_):
-    """In place of the model: everybody's text names them, and the planted person's is the secret."""
+    """A stand-in for the model: each text names its user, and the planted user's text is the secret."""
     spec = worker_pool.spec
     folder = RunFolder(spec.run_dir)
     for shard in pending:
@@ -68,7 +68,7 @@ def planted(pending, worker_pool, *_):
 
 
 def first_planted_world() -> World:
-    """The world of the fortnight up to February, with a planted user, who also has events in March."""
+    """The first world without events after February, and a planted user, who also has events in March."""
     world = first_world()
     world.users[WHO] = {"mood": MOOD, "created_at": "2025-02-10"}
     world.events = [event for event in world.events if event[2] < "2025-03"]
@@ -78,7 +78,7 @@ def first_planted_world() -> World:
 
 @pytest.fixture(scope="module")
 def lived(tmp_path_factory) -> Path:
-    """Three nights over users of whom one is planted, the last of them not finished; and what killed writers left."""
+    """Three nights with a planted user, the last of them unfinished, and the remains of killed writers."""
     folder = tmp_path_factory.mktemp("lived")
     (folder / "prompts").mkdir()
     for name, template in TEMPLATES.items():
@@ -100,7 +100,7 @@ def lived(tmp_path_factory) -> Path:
         patched.setattr(spans, "NUM_SAMPLES", 9)
         patched.setattr(shards, "run_shards", planted)
         patched.setattr(TextEncoder, "load", lambda settings: Encoder())
-        patched.setattr(feature_parts, "PART_ROWS", 1)  # features of a side are several files
+        patched.setattr(feature_parts, "PART_ROWS", 1)  # so that a side has several feature files
         from laserbatch.jobs.settings import load_settings
         from laserbatch.jobs.stages.night import parse_date
         from laserbatch.jobs.stages.run_night import run_night
@@ -127,7 +127,7 @@ def folder(lived, tmp_path) -> Path:
 
 
 def traces(workspace: Path, vectors: set[bytes]) -> set[str]:
-    """Files that hold the planted person: id, attribute, text, its token ids, its vector."""
+    """Files that contain the planted user: id, attribute, text, token ids or vector."""
     ids = token_ids(SECRET)
     needles = [word.encode() for word in (WHO, MOOD, "Zebulon")] + [np.array(ids, np.int32).tobytes(), *vectors]
     traces_of_ids = set()
@@ -155,7 +155,7 @@ def vectors_of(workspace: Path) -> set[bytes]:
 
 
 def nearest_centroid(workspace: Path, vectors: set[bytes]) -> float:
-    """Distance of the planted person's vectors from the centroids of all runs: none, of a cluster that is theirs."""
+    """The smallest distance of the planted user's vectors from all centroids; 0 if a cluster has only this user."""
     files = workspace.rglob("user-centroids.parquet")
     centroids = [np.stack(pq.read_table(path)["vector"].to_pylist()) for path in files]
     own_vectors = [np.frombuffer(vector, np.float32) for vector in vectors]
@@ -208,7 +208,7 @@ def _audited(run: Path) -> list[AuditedText]:
 
 
 def _others(workspace: Path, side: str) -> dict:
-    """Everybody else's rows of finished runs, in all that is read."""
+    """The rows of all other users in finished runs, by file."""
     rows = {}
     for path in sorted(workspace.glob(f"runs/2025-03-0[12]*/**/{side}*.parquet")) + sorted(
         workspace.glob(f"runs/2025-03-0[12]*/**/{side}/*.parquet")
@@ -243,7 +243,7 @@ def _check_sums(workspace: Path) -> None:
 
 
 def killed(folder: Path, num_done: int) -> int:
-    """`laserbatch forget` in a process of its own, by kill -9 at a write to the workspace; what it ended with."""
+    """Run `laserbatch forget` in a process that is killed (-9) at a write to the workspace; returns its exit code."""
     pid = os.fork()
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -301,7 +301,7 @@ def test_a_command_for_other_ids_finishes_the_pools_of_one_that_was_killed(folde
     ids=lambda command: " ".join(command[:2]),
 )
 def test_every_place_that_a_command_delivered_to_is_named(folder, capfd, monkeypatch, command):
-    """Also after the run with its events is gone, and in a dry run."""
+    """Also in a dry run, and after the run and its events were deleted."""
     monkeypatch.setattr(forgetting, "_rebuilt", lambda *_: False)
     config, first = folder / "laserbatch.yaml", RunFolder(min((folder / "workspace" / "runs").glob("2025-03-01-*")))
     settings = yaml.safe_load(config.read_text())
@@ -320,7 +320,7 @@ def test_every_place_that_a_command_delivered_to_is_named(folder, capfd, monkeyp
         assert f"WARNING: runs were also delivered to {there.as_uri()};" in done["said"]
     config.write_text(yaml.safe_dump(settings | {"deliver_to": there.as_uri()}))
     done = forget(folder, capfd, "--user", WHO)
-    assert done["not_reached"] == [now.as_uri()]  # where the last command sent the published run
+    assert done["not_reached"] == [now.as_uri()]  # the place to which the last command delivered the published run
     assert "sent again" in done["delivered"].values()
     assert WHO.encode() not in b"".join(path.read_bytes() for path in there.rglob("*") if path.is_file())
 
@@ -350,7 +350,7 @@ def test_ids_come_from_a_file_and_unknown_ones_are_told(folder, capfd, monkeypat
     done = forget(folder, capfd, "--ids", str(folder / "ids.txt"), code=4)
     assert done["unknown"]["user"] == ["nobody"] and done["rows"]
     shutil.rmtree(folder / "tables")
-    done = forget(folder, capfd, "--user", WHO)  # an earlier receipt says that it was removed
+    done = forget(folder, capfd, "--user", WHO)  # an earlier receipt says that the user was removed
     assert done["unknown"]["user"] == [WHO] and not done["nowhere"]["user"]
     assert forget(folder, capfd, code=2)["kind"]
     assert "none is empty" in forget(folder, capfd, "--user", WHO, "--item", "", code=2)["error"]
@@ -371,5 +371,5 @@ def test_ids_match_whatever_their_type(kind, ids, expected):
     column = pa.array([7, -5]).cast(kind)
     assert is_of(column, frozenset(ids)).to_pylist() == is_of(column.dictionary_encode(), frozenset(ids)).to_pylist()
     assert is_of(column, frozenset(ids)).to_pylist() == expected
-    too_large = pa.array([2**64 - 5], pa.uint64())  # which no night reads, but whose table may be asked
+    too_large = pa.array([2**64 - 5], pa.uint64())  # no night reads such a number, but `forget` may be asked for one
     assert [is_of(too_large, frozenset({key})).to_pylist() for key in ("-5", str(2**64 - 5))] == [[False], [True]]

@@ -1,4 +1,4 @@
-"""Gates: what is measured of a run, and what of it keeps the run from its readers (held nights: tests/soak)."""
+"""Gates: the measurements of a run, and which of them hold it back (held nights: tests/soak)."""
 
 import threading
 from dataclasses import replace

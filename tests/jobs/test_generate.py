@@ -1,4 +1,4 @@
-"""Planning and gathering of a night's texts, without a model: what is lost is done again, and nobody goes missing."""
+"""Planning and collecting a night's texts, without a model: lost work is repeated, and no entity is lost."""
 
 import errno
 import json
@@ -36,13 +36,13 @@ from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import Workspace
 
 EMPTY = {pa.string(): "", pa.int32(): 0, pa.list_(pa.int32()): [1, 2], pa.list_(pa.uint8()): [0, 0], pa.bool_(): False}
-WALL_S = 1000.0  # of every shard
+WALL_S = 1000.0  # time of every shard
 
 
 class Workers:
-    """Stand in for Ray's: each writes a text of nothing but the entity's id and the run's.
+    """Stand-ins for Ray's workers: each writes the ids of the entity and of the run as a text.
 
-    `failing` entities have none. `shards` are those that were written; `at_first` is called before the first.
+    `failing` entities get no text. `shards` are the written ones; `at_first` is called before the first of them.
     """
 
     def __init__(self, failing=(), at_first=lambda: None) -> None:
@@ -76,7 +76,7 @@ class Workers:
 
 
 def writer(patched: pytest.MonkeyPatch):
-    """Generates a night's texts by `Workers`, which it returns."""
+    """A function that generates a night's texts with `Workers`, and returns them."""
 
     def generated(night: Night, **options) -> Workers:
         workers = Workers(**options)
@@ -100,7 +100,7 @@ def opened(folder: Path, date: str, shard_size: int = 1, **sections) -> Night:
 
 @pytest.fixture(scope="module")
 def first_night(tmp_path_factory) -> Path:
-    """Two dates of a small world, the first generated and published."""
+    """A small world whose first date is generated and published."""
     folder = make_world(tmp_path_factory.mktemp("first"), 12, 20)
     with pytest.MonkeyPatch.context() as patched:
         night = opened(folder, FIRST_DATE, shard_size=16)
@@ -191,7 +191,7 @@ def test_a_disk_that_is_full_of_what_is_carried_over_ends_the_night_at_the_next_
 
 def test_the_rate_counts_the_seconds_of_writing_alone(world, write, capfd):
     night = opened(world, SECOND_DATE)
-    write(night)  # workers that write 1,000 s in no time
+    write(night)  # the workers report 1,000 s, and take none
     assert re.search(rf"generate: (\d+)/\1  {WALL_S:.0f} s", capfd.readouterr().err)
 
 
@@ -211,7 +211,7 @@ def test_what_is_lost_while_a_run_goes_on_ends_it_and_the_next_attempt_heals_it(
     night = opened(world, SECOND_DATE)
 
     def lose() -> None:
-        while "carried" not in night.run.shards("user").finished():  # it is written while workers write
+        while "carried" not in night.run.shards("user").finished():  # it is written while the workers write
             time.sleep(0.01)
         (night.run.knowledge_folder("user") / "carried.parquet").unlink()
 
@@ -251,7 +251,7 @@ def test_an_entity_whose_text_fails_keeps_its_old_one_and_is_asked_again_when_it
     night.run.finish()
     Workspace.open(world / "workspace").publication.publish(night.run.run_id)
 
-    monkeypatch.setattr(postpone, "DAYS_BETWEEN_TRIES", 1 << 40)  # nobody's turn
+    monkeypatch.setattr(postpone, "DAYS_BETWEEN_TRIES", 1 << 40)  # no row is tried again
     third = opened(world, "2025-03-02")
     capfd.readouterr()
     write(third)
@@ -265,7 +265,7 @@ def test_an_entity_whose_text_fails_keeps_its_old_one_and_is_asked_again_when_it
     third.run.finish()
     Workspace.open(world / "workspace").publication.publish(third.run.run_id)
 
-    monkeypatch.setattr(postpone, "DAYS_BETWEEN_TRIES", 1)  # everybody's
+    monkeypatch.setattr(postpone, "DAYS_BETWEEN_TRIES", 1)  # every row is tried again
     third = opened(world, "2025-03-04")
     write(third)
     after = texts(third.run)
@@ -273,7 +273,7 @@ def test_an_entity_whose_text_fails_keeps_its_old_one_and_is_asked_again_when_it
 
 
 def finished(night: Night) -> dict:
-    """What a night wrote, when it is published; whoever is counted is there, by id and once."""
+    """Check that every counted entity is there once, publish the night, and return its texts by id."""
     for side, figures in night.manifest.generation.sides.items():
         num_counted = figures.num_generated + figures.num_carried_over + figures.num_waiting + figures.num_without_text
         assert num_counted + figures.num_quarantined == figures.num_entities
@@ -296,7 +296,7 @@ def test_whose_change_is_not_due_keeps_the_text_and_waits(world, write):
     before = texts(Workspace.open(world / "workspace").publication.run())
     night = opened(world, SECOND_DATE, refresh={"min_new_interactions": 10**6})
     write(night)
-    (night.run.knowledge_folder("user") / "waiting.parquet").unlink()  # lost in between: the side is planned again
+    (night.run.knowledge_folder("user") / "waiting.parquet").unlink()  # the file is lost, so the side is planned again
     assert not write(night).shards
     records, figures = finished(night), night.manifest.generation.sides["user"]
     waiting = [key for key, (_, is_stale) in records.items() if is_stale]
@@ -306,11 +306,11 @@ def test_whose_change_is_not_due_keeps_the_text_and_waits(world, write):
 
     third = opened(world, "2025-03-02", refresh={"max_age_days": 2, "min_new_interactions": 10**6})
     write(third)
-    assert not any(is_stale for _, is_stale in finished(third).values())  # they are of the 28th
+    assert not any(is_stale for _, is_stale in finished(third).values())  # the texts are of the 28th
 
 
 def test_a_budget_spreads_a_new_way_to_ask_over_nights_until_everybody_was_asked(world, write):
-    """Everybody is due; twelve texts of two tokens fit a night."""
+    """Every entity is due; a night has room for twelve texts of two tokens."""
     first, num_written, num_old = Workspace.open(world / "workspace").publication.run().run_id, [], []
     for day in range(1, 5):
         budget = {"max_tokens": 24}
@@ -319,7 +319,7 @@ def test_a_budget_spreads_a_new_way_to_ask_over_nights_until_everybody_was_asked
         records = finished(night)
         num_written.append(sum(figures.num_generated for figures in night.manifest.generation.sides.values()))
         num_old.append(sum(first in text for text, _ in records.values()))
-    assert max(num_written) <= 13  # one a side may be begun with a token left
+    assert max(num_written) <= 13  # each side may begin one text with a token left
     assert num_old == sorted(num_old, reverse=True) and num_old[0] > 16 and num_old[-1] == 0
 
 

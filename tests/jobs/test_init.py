@@ -1,4 +1,4 @@
-"""`laserbatch init`: what it guesses of a stranger's tables, and what it says of the bundled model."""
+"""`laserbatch init`: its guesses about unknown tables, and its words about the bundled model."""
 
 import json
 from pathlib import Path
@@ -21,12 +21,12 @@ from laserbatch.pipeline.tables.guess import guess_mapping, read_sources
 from laserbatch.pipeline.tables.mapping import import_mapped, load_mapping
 from laserbatch.pipeline.tables.read import read_tables
 
-MAX_LINES = 25  # that a newcomer reads
+MAX_LINES = 25  # as many as a newcomer reads
 
 
 @pytest.fixture
 def job_board(tmp_path):
-    """Exports of a job board: integer ids, clicks of 0 and 1, times in milliseconds."""
+    """Exports of a job board: integer ids, clicks as 0 and 1, times in milliseconds."""
     folder = tmp_path / "exports"
     folder.mkdir()
     pq.write_table(pa.table({"member_id": [7, 8], "city": ["Oslo", "Rome"]}), folder / "members.parquet")
@@ -77,7 +77,7 @@ def test_events_of_text_are_guessed_and_the_strongest_is_the_positive(tmp_path, 
     assert "1 quoted field over several lines, first in column name, row 0" in note
     settings = load_settings(tmp_path / "night.yaml")
     assert settings.ctr.label == "event == 'save'"
-    assert settings.knowledge.words.events == {"save": "saved", "view": "viewed"}  # a person may correct them
+    assert settings.knowledge.words.events == {"save": "saved", "view": "viewed"}  # guesses that the user may correct
     assert (settings.knowledge.words.item, settings.knowledge.words.items) == ("recipe", "recipes")
     import_mapped(load_mapping(tmp_path / "mapping.yaml"), folder, tmp_path / "tables")
     tables = read_tables(tmp_path / "tables").interactions
@@ -104,7 +104,7 @@ def test_what_is_positive_is_guessed_of_tables_in_the_schema(tmp_path, capsys, c
     assert run_init(capsys, str(folder), tmp_path / "night.yaml")["num_faults"] == 0
     settings = load_settings(tmp_path / "night.yaml")
     assert settings.ctr.label == label
-    assert settings.knowledge.words.user == "listener"  # by the column `artist`
+    assert settings.knowledge.words.user == "listener"  # because of the column `artist`
 
 
 def test_the_three_commands_that_follow_are_printed_as_they_are_typed(job_board, tmp_path, capsys, monkeypatch):
@@ -150,7 +150,7 @@ def test_items_are_known_by_their_values(tmp_path, capsys, case):
 
 
 def test_ids_that_are_integers_here_and_strings_there_get_a_mapping_that_imports(tmp_path, capsys):
-    """MovieLens is often repacked so: the columns are those of the schema, but the types differ."""
+    """MovieLens is often repacked this way: the columns are those of the schema, but types of ids differ."""
     log = {"user_id": [7, 8], "item_id": [2, 1], "timestamp": [881_250_949, 881_250_950], "rating": [3, 5]}
     items = {"item_id": ["1", "2"], "title": ["Heat", "Ran"], "genres": ["Action Drama", "Drama War"]}
     write_exports(tmp_path / "exports", users={"user_id": ["7", "8"]}, items=items, interactions=log)
@@ -288,13 +288,13 @@ def write_exports(folder, **tables) -> None:
 
 
 def guessed_mapping(folder) -> tuple[dict, str]:
-    """The mapping, and its comments alone."""
+    """The guessed mapping, and its comments."""
     text = guess_mapping(read_sources(folder)).as_yaml()
     return yaml.safe_load(text), "\n".join(line.partition("  # ")[2] for line in text.splitlines())
 
 
 def amazon(num_items: int = 12) -> dict:
-    """Reviews of 2023 as they are published, and their metadata: `parent_asin` joins them, `asin` does not."""
+    """Reviews of 2023 in the published form, and their metadata; `parent_asin` joins the two, `asin` does not."""
     meta = {
         "main_category": ["All Beauty", "Books"] * (num_items // 2), "title": [f"Lotion {n}" for n in range(num_items)],
         "average_rating": [4.5] * num_items, "images": [{"hi_res": ["u"]}] * num_items,
@@ -323,7 +323,7 @@ def test_metadata_of_amazon_are_joined_by_the_id_that_both_files_have(tmp_path, 
     assert "12 rows seen; 100% of the parent_asin of All_Beauty.parquet are among them" in text
     assert "  # images: images  # left out: of type struct<" in text
     assert any("images" in note for note in printed["notes"])
-    assert mapping["items"]["attributes"]["details"] == "details"  # `;` stands in it, and parts nothing
+    assert mapping["items"]["attributes"]["details"] == "details"  # its values contain `;`, which is no separator
     import_mapped(load_mapping(tmp_path / "mapping.yaml"), tmp_path / "exports", tmp_path / "tables")
     assert read_tables(tmp_path / "tables").interactions.num_rows == 60
 
@@ -340,7 +340,7 @@ def test_an_id_that_repeats_is_no_guess(tmp_path, capsys):
         load_mapping(tmp_path / "mapping.yaml")
 
 
-NAMES = {  # of exports: columns of items and of interactions, and what is guessed of each
+NAMES = {  # export -> columns of items, columns of interactions, guess for each
     "amazon 2018": (
         {"category": ["a", "b", "c"], "asin": ["x", "y", "z"], "title": ["Heat", "Ran", "Big"]},
         {"overall": [5.0, 4.0, 5.0], "reviewTime": ["09 13, 2009", "01 2, 2012", "12 31, 2012"],
@@ -410,7 +410,7 @@ def test_what_is_not_there_is_no_guess_and_is_said(tmp_path):
 def test_columns_named_like_those_of_the_schema_are_imported(tmp_path, ids):
     users = {"user_id": [1, 2], "created_at": ["2024-01-01", "2024-02-01"]}
     items = {"sku": ["a", "b"], "title": ["Mr", "Mr"], "product_name": ["Soap", "Oil"], "item_id": [7, 7]}
-    log = {"user_id": ids, "sku": ["a", "a"], "date": ["2025-01-02"] * 2}  # ids of another type
+    log = {"user_id": ids, "sku": ["a", "a"], "date": ["2025-01-02"] * 2}  # interactions have ids of another type
     write_exports(tmp_path / "exports", users=users, items=items, log=log)
     (tmp_path / "mapping.yaml").write_text(guess_mapping(read_sources(tmp_path / "exports")).as_yaml())
     import_mapped(load_mapping(tmp_path / "mapping.yaml"), tmp_path / "exports", tmp_path / "tables")

@@ -1,4 +1,4 @@
-"""What a run starts from: checked before anything is written, recorded, and the same when it goes on."""
+"""The inputs of a run: checked before anything is written, recorded, and unchanged when the run is continued."""
 
 import datetime
 import shutil
@@ -33,7 +33,7 @@ DATE = datetime.date(2025, 3, 1)
 
 @pytest.fixture
 def world(tmp_path):
-    """Tables, a configuration that brings vectors of items, and those, in the folder of the configuration."""
+    """Tables, and a configuration with vectors of items, in one folder."""
     write_sample_world(tmp_path / "tables", num_users=20, num_items=24)
     config = "workspace: workspace\ntables: {path: tables}\nrouting: {item_embeddings: item.parquet}\n"
     (tmp_path / "laserbatch.yaml").write_text(config)
@@ -172,7 +172,7 @@ def test_a_night_says_the_warnings_and_opens(world, capsys):
     items = items.set_column(items.column_names.index("title"), "title", titles)
     pq.write_table(items, world / "tables" / "items.parquet")
     with pytest.raises(TableError, match=r"items\.title .* the title is empty"):
-        opened(world)  # more than a 20th
+        opened(world)  # more than a 20th of the titles
     with (world / "laserbatch.yaml").open("a") as config:
         config.write("gates: {max_failed_share: 0.1}\n")
     log = pq.read_table(world / "tables" / "interactions.parquet")
@@ -189,7 +189,7 @@ def test_wrong_embeddings_fail_before_anything_is_written(world):
 
 
 def test_what_is_known_has_one_checksum_however_it_was_read():
-    """Ids that no row has any more, chunks and an empty rest change nothing."""
+    """Unused dictionary values, chunks and empty selections do not change the checksum."""
     whole = pa.table({"user_id": pa.array(["a", "b", "c"]).dictionary_encode(), "rating": [1.0, 2.0, 3.0]})
     rest = whole.filter(pa.array([True, False, True]))
     alone = pa.table({"user_id": pa.array(["a", "c"]).dictionary_encode(), "rating": [1.0, 3.0]})
@@ -199,7 +199,7 @@ def test_what_is_known_has_one_checksum_however_it_was_read():
 
 
 def test_a_date_before_all_that_interactions_are_about_opens(world):
-    """Each entity came later than what is said to have been done with it."""
+    """Entities that were created after all of their interactions."""
     for side in ("user", "item"):
         path = world / f"tables/{side}s.parquet"
         table = pq.read_table(path)
@@ -223,7 +223,7 @@ def test_a_date_before_all_that_interactions_are_about_opens(world):
         ([14, 21, 28], None),
         ([15, 22, 29], "15 days before; days with interactions are usually 7 days apart"),
         ([1500, 1501, 1502], "1,500 days before"),
-        ([700], None),  # nothing says what is usual
+        ([700], None),  # too few days to know the usual gap
         ([], None),
     ],
 )

@@ -1,4 +1,4 @@
-"""`laserbatch model import`: a GGUF file becomes a folder that a night can use, or nothing."""
+"""`laserbatch model import` writes a model folder that a night can use from a GGUF file, or nothing."""
 
 import json
 
@@ -20,7 +20,7 @@ def test_a_gguf_file_becomes_a_model_folder_and_another_file_changes_nothing(tmp
     assert printed["next"] == f"laserbatch doctor --model {out}"
     assert Settings(decoding={"model": str(out)}).model_dir == out
     before = {file.name: file.read_bytes() for file in out.iterdir()}
-    assert run_here(capfd, "model", "import", str(path), str(out)).returncode == 3  # it is there
+    assert run_here(capfd, "model", "import", str(path), str(out)).returncode == 3  # the folder exists
     other = write_sample_gguf(tmp_path / "other.gguf", architecture="rwkv9")
     refused = run_here(capfd, "model", "import", str(other), str(out), "--overwrite")
     assert refused.returncode == 3 and "rwkv9" in refused.stderr

@@ -1,4 +1,4 @@
-"""What a night builds on, which run a command goes on with, and what is published: by date, never by who came last."""
+"""The run that a night builds on, continues and publishes: chosen by date, and not by time of writing."""
 
 import datetime
 import errno
@@ -44,7 +44,7 @@ def world(tmp_path):
 
 
 def write_tables(folder, moods=("calm", "loud"), days=(27, 28)):
-    """Users of these moods, who liked an item on these days of February."""
+    """Write users with `moods`, the first of whom liked an item on `days` of February."""
     (folder / "tables").mkdir(exist_ok=True)
     start = datetime.datetime(2025, 2, 1, tzinfo=UTC)
     users = [f"u{number}" for number in range(len(moods))]
@@ -66,7 +66,7 @@ def opened(world, date=DAY, **options):
 
 
 def done(night, policy="if-newer"):
-    """Ended as a night ends, without a text."""
+    """Finish and publish a night like `nightly`, without texts."""
     night.manifest.pools_built = {}
     with night.pools.publish(night.run.run_id, make_current=False):
         pass
@@ -94,7 +94,7 @@ def test_of_runs_of_one_date_that_of_the_same_settings_is_built_on_else_the_last
         workspace.run(run_id).root.mkdir(parents=True)
         workspace.run(run_id).success_path.touch()
         os.utime(workspace.run(run_id).success_path, (finished_s, finished_s))
-    workspace.run("2025-03-02-bbbbbbbb").root.mkdir()  # not finished
+    workspace.run("2025-03-02-bbbbbbbb").root.mkdir()  # an unfinished run
     expected = {"2025-03-03-aaaaaaaa": "2025-03-01-aaaaaaaa", "2025-03-03-dddddddd": "2025-03-01-bbbbbbbb"}
     assert {run_id: earlier_runs(workspace, run_id)[-1].run_id for run_id in expected} == expected
     assert earlier_runs(workspace, "2025-03-01-aaaaaaaa-2")[-1].run_id == "2025-03-01-aaaaaaaa"
@@ -147,14 +147,14 @@ def test_nothing_of_what_was_taken_back_is_used(world, capfd):
 
     run_here(capfd, "runs", "rollback", "--workspace", str(workspace.root))
     assert first.pools.current_version() == first.run.run_id
-    for before in (begun, unseen):  # another run of the same date, built on what stands
+    for before in (begun, unseen):  # other runs of these dates, built on the published one
         again = opened(world, before.date)
         assert (again.run.run_id, again.previous.run_id) == (f"{before.run.run_id}-2", first.run.run_id)
         assert again.manifest.generation.pools.version == first.run.run_id
-    done(opened(world, days[4]))  # its pools are current, and of too late a date
+    done(opened(world, days[4]))  # its pools are current, but of a later date
     again = opened(world, days[2], force=True)
     assert again.manifest.generation.pools.version == first.run.run_id
-    again.manifest.generation.pools = PoolsUsed(second.run.run_id)  # as it began, before the other was taken back
+    again.manifest.generation.pools = PoolsUsed(second.run.run_id)  # the pools of its beginning, before the rollback
     again.manifest.save()
     again = opened(world, days[2])
     assert again.manifest.generation.pools.version is None
@@ -165,14 +165,14 @@ def test_pools_of_what_was_taken_back_do_not_stay_current(world, capfd):
     first.pools.drop(first.run.run_id)
     run_here(capfd, "runs", "rollback", "--workspace", str(first.workspace.root))
     assert first.pools.current_version() is None
-    first.pools.use(second.run.run_id)  # by name; nights pass it over all the same
+    first.pools.use(second.run.run_id)  # made current by name; nights skip it all the same
     assert opened(world, DAY + datetime.timedelta(days=2)).manifest.generation.pools.version is None
 
 
 def test_a_backfill_goes_from_each_night_to_the_next_and_publishes_its_last_when_asked(world, capfd, monkeypatch):
     newest = done(opened(world, DAY + datetime.timedelta(days=9)))
     (world / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\npools: {scope: group}\n")
-    other = done(opened(world, DAY + datetime.timedelta(days=1)))  # of other settings and a date within the range
+    other = done(opened(world, DAY + datetime.timedelta(days=1)))  # other settings, and a date within the range
     (world / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\n")
     fails_on = {DAY + datetime.timedelta(days=2)}
 
@@ -212,7 +212,7 @@ def test_words_that_users_may_share_are_warned_about_once_a_run(world, capsys):
         (world / "laserbatch.yaml").write_text(f"workspace: workspace\ntables: {{path: tables}}\n{options}\n")
         opened(world)
         assert ("words of one user can end up in another" in " ".join(capsys.readouterr().err.split())) == is_warned
-        opened(world)  # goes on
+        opened(world)  # the run is continued
         assert "min_support" not in capsys.readouterr().err
 
 
@@ -233,7 +233,7 @@ def test_a_night_that_was_killed_at_its_end_is_published_by_the_same_command(wor
         patched.setattr(owners.get(step, stages), step, killed)
         with pytest.raises(KeyboardInterrupt):
             done(night)
-    # Not finished: the stages before the end find all their work done.
+    # If the run is not finished, all earlier stages find their work done.
     again = run_night(night.settings, DAY) if night.run.is_finished else done(opened(world))
     assert again.run.run_id == night.run.run_id
     assert night.workspace.publication.run().run_id == night.run.run_id == night.pools.current_version()
@@ -274,7 +274,7 @@ def test_old_pools_that_cannot_be_removed_fail_no_night(world, monkeypatch, capl
 
 
 def test_what_is_damaged_of_earlier_nights_is_named_and_passed_over(world, caplog):
-    """No file of another night ends tonight's: manifests, quarantine, receipts, step costs."""
+    """No damaged file of another night stops a night: manifests, quarantine, receipts, step costs."""
     first = opened(world)
     stats = DecodingStats(num_texts=10, num_tokens=2000, wall_s=10.0)
     first.manifest.generation.sides = {"user": SideFigures(1, 1, 0, 0, 0, {}, {}, [], stats)}
@@ -292,7 +292,7 @@ def test_what_is_damaged_of_earlier_nights_is_named_and_passed_over(world, caplo
     third = opened(world, DAY + datetime.timedelta(days=2))
     assert third.previous.run_id == second.run.run_id
     assert unchanged_pools(third, second.run.run_id) == {}
-    assert last_speed(third, SIDES) == 200  # as the night before it says
+    assert last_speed(third, SIDES) == 200  # from the first night's manifest
     assert known_step_cost(second) is None and framework_of(second.run) is None
     assert NightPlanner(third, third.run, third.settings.decoding)._rules("user").unusable is None
     measure(third.manifest, third.run, third.previous)

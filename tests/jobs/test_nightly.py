@@ -1,6 +1,6 @@
-"""Whole nights with the bundled model: what they leave, what they skip, what they survive.
+"""Whole nights with the bundled model: their results, what they skip, and how they survive a kill.
 
-The first is run by an installed wheel, written by Ray's workers, and killed.
+The first night is run by an installed wheel, its texts are written by Ray's workers, and it is killed.
 """
 
 import datetime
@@ -33,11 +33,11 @@ from laserbatch.retrieval_pools.index.store import PoolStore
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("pipeline", "retrieval_pools", "ctr", "jobs", "configs", "models")
-# Packages of extras other than the encoder, pandas, which is for tests alone, and ours as it is installed here.
+# Packages of extras other than the encoder's, pandas, which only tests use, and our own editable installation.
 OF_EXTRAS = {"openai", "deltalake", "pyiceberg", "duckdb", "peft", "compressed_tensors", "torchao", "gguf",
              "opentelemetry", "pandas", "laserbatch", "__editable__"}  # fmt: skip
-SHIPPED = {"num_clusters": 4, "encoder": None}  # the encoder that other tests' nights replace by a small one
-# How much is drafted is chosen, by a cost of steps that does not depend on this machine nor on the batch.
+SHIPPED = {"num_clusters": 4, "encoder": None}  # the shipped encoder; nights of other tests use a small one
+# The budget is chosen, by a step cost that depends on neither this machine nor the batch size.
 CHOSEN = {"max_draft_tokens": None, "min_acceptance": None, "step_cost": "cost.yaml"}
 COST = """
 name: invented
@@ -47,21 +47,21 @@ steps: [{batch_size: 1, num_tokens: 1, seconds: 0.01}, {batch_size: 1, num_token
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """The `bin` of an environment with our wheel beside packages of somebody's own that are called as our folders are.
+    """The `bin` of an environment with our wheel, and foreign packages named like our folders.
 
-    What we require of others is that of this environment, in which we are not seen, so that nothing is downloaded.
+    Our requirements are linked from this environment, without our own package, so that nothing is downloaded.
     """
     folder = tmp_path_factory.mktemp("installed")
     for name in FOLDERS:
         shutil.copytree(ROOT / name, folder / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / "source")
-    build = "from setuptools.build_meta import build_wheel; build_wheel('..')"  # as pip calls it, in one process
+    build = "from setuptools.build_meta import build_wheel; build_wheel('..')"  # as pip calls it, but in one process
     subprocess.run([sys.executable, "-c", build], check=True, capture_output=True, cwd=folder / "source")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     python = folder / "venv" / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--python", python]
-    install = ["install", "--no-deps", "--no-compile"]  # what it compiled would be of other times than those set below
+    install = ["install", "--no-deps", "--no-compile"]  # compiled files would have other times than those set below
     subprocess.run([*pip, *install, *folder.glob("*.whl")], check=True)
     (site,) = folder.glob("venv/lib/*/site-packages")
     (site / "others.pth").write_text(str(_required_packages(folder / "others")))
@@ -69,7 +69,7 @@ def installed(tmp_path_factory) -> Path:
         (site / name).mkdir()
         (site / name / "__init__.py").write_text("OWNER = 'somebody'\n")
     for package in ("pipeline", "retrieval_pools"):
-        for cache in (ROOT / package).rglob("__pycache__/*.nb[ci]"):  # else numba compiles all of it again
+        for cache in (ROOT / package).rglob("__pycache__/*.nb[ci]"):  # otherwise numba compiles all of it again
             shutil.copy(cache, _made(site / "laserbatch" / cache.relative_to(ROOT).parent))
         for path in (ROOT / package).rglob("*.py"):
             os.utime(site / "laserbatch" / path.relative_to(ROOT), ns=(path.stat().st_mtime_ns,) * 2)
@@ -77,7 +77,7 @@ def installed(tmp_path_factory) -> Path:
 
 
 def _required_packages(folder: Path) -> Path:
-    """Links to what is installed here but the packages that only an extra brings: a night must not need them."""
+    """Links to the installed packages, except those that only an extra requires: a night must not need them."""
     for path in Path(sysconfig.get_path("purelib")).iterdir():
         if re.split(r"[-.]", path.name.lower())[0] not in OF_EXTRAS:
             (_made(folder) / path.name).symlink_to(path)
@@ -91,10 +91,10 @@ def _made(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def two_nights(installed, tmp_path_factory) -> Path:
-    """A workspace after two nights that chose how much to draft, the second with its CTR comparison.
+    """A workspace after two nights with chosen budgets, the second with its CTR comparison.
 
-    The first was killed when it had finished a shard, and the same command was given again, here. `first.json` says
-    what it found: shards and when they were written, before and after; `first.txt` what it said.
+    The first was killed after it had finished a shard, and then continued in this process by the same command.
+    `first.json` has the shards and their times of writing, before and after; `first.txt` is the output.
     """
     folder = make_world(tmp_path_factory.mktemp("nights"), num_users=10, num_items=12)
     (folder / "cost.yaml").write_text(COST)
@@ -122,7 +122,7 @@ def two_nights(installed, tmp_path_factory) -> Path:
 
 
 def _shards_before_a_kill(folder: Path, night: subprocess.Popen) -> dict[str, int]:
-    """The shards that a night had finished when it was killed, and when they were written."""
+    """Kill a night after its first shard; returns the finished shards, with their times of writing."""
     deadline = time.monotonic() + 240
     shards = lambda: sorted(folder.glob("workspace/runs/*/shards/*/0*.json"))  # noqa: E731
     while not shards() and night.poll() is None and time.monotonic() < deadline:
@@ -142,7 +142,7 @@ def test_a_wheel_holds_every_file_and_leaves_others_packages_alone(installed, tw
     names = zipfile.ZipFile(wheel).namelist()
     packaged = {name for name in names if ".dist-info/" not in name}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
-    assert {f"laserbatch/{name}/py.typed" for name in FOLDERS} <= packaged  # else type checkers pass the package over
+    assert {f"laserbatch/{name}/py.typed" for name in FOLDERS} <= packaged  # otherwise type checkers ignore the package
     there = {path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.is_file()}
     assert packaged == {
         f"laserbatch/{path.relative_to(ROOT)}" for path in there if "__pycache__" not in path.parts
@@ -215,7 +215,7 @@ def _keys(data: object) -> list[str]:
 
 
 def test_texts_depend_neither_on_shards_nor_on_workers_nor_on_the_future(two_nights, tmp_path, capfd, monkeypatch):
-    """The same nights again, none of them killed: one worker, other shards, batches and a future made up otherwise."""
+    """The same nights without a kill: other numbers of workers, other shards and batches, and another future."""
     write_here(monkeypatch)
     shutil.copytree(two_nights / "tables", tmp_path / "tables")
     table = pq.read_table(tmp_path / "tables" / "interactions.parquet")
@@ -254,13 +254,13 @@ def _midnight_after(date: str):
 
 
 def test_a_killed_night_is_finished_by_the_same_command(two_nights):
-    """With the texts of a night that was not killed: see the test above."""
+    """The test above compares its texts with those of a night that was not killed."""
     before, after = json.loads((two_nights / "first.json").read_text())
     assert before, "no shard was finished before the kill"
     assert before == after
     output = (two_nights / "first.txt").read_text()
     assert "continuing run" in output
-    # libraries that were loaded on the way say nothing of theirs
+    # no output of libraries that were loaded
     assert "torchao" not in output and "pytree" not in output
     assert len(runs(two_nights)) == 2
 

@@ -1,4 +1,4 @@
-"""`--notify-url`: what a server gets when a night ends, and what nobody gets to see of the URL."""
+"""`--notify-url`: the request that a server gets when a night ends, and that its URL is shown nowhere."""
 
 import base64
 import json
@@ -39,7 +39,7 @@ with notified(sys.argv[1]), NightWorkers(ClusterSettings()) as workers:
 
 
 class Server(ThreadingHTTPServer):
-    """Keeps what is posted to it, and answers with a status, after `waits_s`."""
+    """Stores the requests, and answers with `status` after `waits_s`."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -109,7 +109,7 @@ def test_a_night_that_sigterm_ends_sends_that(server, before):
 
 
 def test_commands_send_what_ends_them(server, tmp_path, capfd, monkeypatch):
-    """They also send errors that end them before a run begins. A dry run is not a night."""
+    """Errors before a run begins are sent, too. A dry run sends nothing."""
     config = str(write_config(tmp_path))
     for command in (("nightly", "--date"), ("backfill", "--to", "2025-03-01", "--from")):
         done = run_here(capfd, *command, "2025-03-01", "--config", config, "--notify-url", server.url())
@@ -143,7 +143,7 @@ def test_a_notification_that_fails_is_a_warning_without_the_url(server, monkeypa
     server.waits_s = 1.5
     with notified(url):
         pass
-    with notified("http://bob:hunter2@127.0.0.1:1/s3cret"):  # nobody listens there
+    with notified("http://bob:hunter2@127.0.0.1:1/s3cret"):  # no server listens there
         pass
     with notified("http://bob:hunter2@127.0.0.1:1/s3cret path\n"):
         pass

@@ -1,4 +1,4 @@
-"""`laserbatch pools`: versions and groups are listed and chosen."""
+"""`laserbatch pools`: listing and choosing versions, listing groups."""
 
 import datetime
 import json
@@ -26,7 +26,7 @@ TEXTS = {"drama": ["a quiet film", "a quiet book"], "war": ["a loud film"]}
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Path:
-    """A folder with a workspace with two pool versions of items, and their configuration."""
+    """A workspace with two pool versions of items, and its configuration."""
     root = tmp_path_factory.mktemp("world")
     store = PoolStore(Workspace.open(root / "workspace").pools_folder)
     for version in VERSIONS:
@@ -42,7 +42,7 @@ def world(tmp_path_factory) -> Path:
 
 
 def called(world: Path, *arguments: str) -> str:
-    """Standard output of a command that must end well."""
+    """The standard output of a command that must succeed."""
     result = CliRunner().invoke(app, [*arguments, "--config", str(world / "config.yaml")], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout

@@ -1,4 +1,4 @@
-"""The page: one self-contained file that says the night's result, escapes data, and says what is missing."""
+"""The report is one self-contained page that shows the night's result, escapes data, and names missing parts."""
 
 import copy
 import re
@@ -18,7 +18,7 @@ VOID_TAGS = {"meta", "link", "br", "img", "hr", "input"}
 
 
 class Outline(HTMLParser):
-    """Tags, anchors, and the text of a page; fails when a tag is closed that is not open."""
+    """The tags, anchors and text of a page; fails if a tag is closed that is not open."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ def test_a_night_without_ctr_says_so_and_why(manifest):
     manifest["ctr"] = {"skipped": "no interactions after 2025-03-01", "rows": []}
     text = outline(manifest).text
     assert "No CTR model was trained: no interactions after 2025-03-01." in text
-    assert "3.3× plain." in text  # the headline ends there
+    assert "3.3× plain." in text  # the headline ends with this
     assert "wall time" in text
     del manifest["ctr"]
     assert "No CTR model was trained in this run." in outline(manifest).text
@@ -234,7 +234,7 @@ def test_a_night_in_which_nothing_had_changed(manifest):
 
 def test_a_failed_run_says_so_and_why_first(manifest):
     reason = "239 of 300 users failed: unparsable (239)"
-    manifest["failure"] = reason  # of an attempt before the one that succeeded
+    manifest["failure"] = reason  # of an earlier attempt
     assert reason not in outline(manifest).text
     manifest["status"] = "failed"
     text = outline(manifest).text

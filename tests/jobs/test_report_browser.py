@@ -1,4 +1,4 @@
-"""The page in a real browser: it loads without a word on the console, and every section is there and has a size."""
+"""The report in a real browser: no console output, and every section is visible."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""Charts: bars are as long as their shares say; the page is one file; and numbers as text."""
+"""Charts: bars have the lengths of their shares, the page is one file, and numbers as text."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What the report says of the CTR comparison, in the table and in the headline."""
+"""The CTR comparison in the report: its table and its headline."""
 
 import pytest
 from manifest_fixture import ctr_row, equivalence, manifest_of, night_manifest

@@ -1,4 +1,4 @@
-"""`laserbatch runs`: what is listed, compared, published, taken back and removed, over runs whose texts are planted."""
+"""`laserbatch runs` lists, compares, publishes, rolls back and removes runs, here with planted texts."""
 
 import datetime
 import json
@@ -12,7 +12,7 @@ from laserbatch.jobs.stages.attempt import newest_attempt, newest_edition
 from laserbatch.pipeline.storage.quarantine import QuarantineRow
 from laserbatch.pipeline.storage.workspace import Workspace
 
-SAME = "t-p-m-d-a-h"  # a fingerprint, in parts
+SAME = "t-p-m-d-a-h"  # the parts of a fingerprint
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def workspace(tmp_path) -> Workspace:
 
 
 def run_of(workspace, day, texts=(), is_finished=True, previous=None, failed=(), settings=None) -> str:
-    """A run of a day in March; `texts` are (entity, text, fingerprint, the day whose run wrote it)."""
+    """Write a run of a day in March. `texts`: (entity, text, fingerprint, day of the run that wrote it)."""
     settings = settings or {}
     root = workspace.root / "runs"
     manifest = manifest_of(root, datetime.date(2025, 3, day), settings)
@@ -58,7 +58,7 @@ def test_a_diff_names_who_changed_and_why_who_appeared_and_who_went(workspace, c
         ("moved", "y", "t-p-m-d-b-j", 2), ("rated", "y", "t-p-m-d-a-j", 2), ("kept", "x", SAME, 1),
     ], previous=before, failed=[("broken", "unparsable")], settings={"decoding": {"top_k": 3}})  # fmt: skip
     workspace.publication.publish(after)
-    for arguments in ((before, after), (before,), ()):  # the published one, and what it was built on
+    for arguments in ((before, after), (before,), ()):  # default: the published run, and the run that it was built on
         diff = run_runs(workspace, capfd, "diff", *arguments)
         assert (diff["before"], diff["after"], diff["settings"]) == (before, after, {"decoding.top_k": [None, 3]})
         users = diff["users"]
@@ -124,7 +124,7 @@ def test_listed_are_state_mark_and_size_also_of_what_cannot_be_read(workspace, c
     for run_id in ids[:2]:
         workspace.publication.publish(run_id)
     workspace.publication.roll_back()
-    (workspace.root / "runs" / ".gone.1-ab.tmp").mkdir()  # a removal that was killed
+    (workspace.root / "runs" / ".gone.1-ab.tmp").mkdir()  # the remains of a killed removal
     listed = run_runs(workspace, capfd, "list")["runs"]
     marks = [(row["state"], row["published"], row["rolled_back"]) for row in listed]
     assert marks == [
@@ -181,14 +181,14 @@ def test_old_runs_are_removed_but_none_that_somebody_needs(workspace, capfd):
     ids[9] = run_of(workspace, 9)
     for day in (2, 3, 9, 8):
         workspace.publication.publish(ids[day])
-    workspace.publication.roll_back()  # 8
-    workspace.publication.roll_back()  # 9
+    workspace.publication.roll_back()  # day 8
+    workspace.publication.roll_back()  # day 9
 
     def run_ids():
         return [run.run_id for run in workspace.runs()]
 
     (workspace.root / "runs" / ".gone.1-ab.tmp").mkdir()
-    elsewhere = workspace.run(ids[1]).root.rename(workspace.root.with_name("elsewhere"))  # for want of room
+    elsewhere = workspace.run(ids[1]).root.rename(workspace.root.with_name("elsewhere"))  # moved to another disk
     workspace.run(ids[1]).root.symlink_to(elsewhere)
     before = run_ids()
     cleaned = run_runs(workspace, capfd, "gc", "--keep", "1", "--dry-run")

@@ -1,4 +1,4 @@
-"""The examples for schedulers: each is what its scheduler reads, and runs the command that is there."""
+"""The examples for schedulers are valid for their scheduler, and run commands that exist."""
 
 import ast
 import datetime
@@ -45,7 +45,7 @@ def test_every_file_is_in_the_table():
 
 
 def test_the_line_of_cron_runs_its_night_once_more_where_that_helps(tmp_path):
-    """Its last field, as cron hands it to bash: `laserbatch` here notes what it was given and ends with a code."""
+    """Its last field, run by bash as cron does; `laserbatch` here records its arguments and ends with a code."""
     line = (SCHEDULES / "laserbatch.cron").read_text().splitlines()[-1]
     minute, hour, *_, user, command = line.split(None, 6)
     assert (minute, hour, user) == ("0", "2", "laserbatch")
@@ -70,7 +70,7 @@ def test_the_line_of_cron_runs_its_night_once_more_where_that_helps(tmp_path):
     ("code", "restarts", "tries_again"), [(0, 0, False), (2, 0, False), (4, 0, False), (1, 0, True), (1, 2, False)]
 )
 def test_the_slurm_job_ends_as_its_night_and_is_put_back_where_that_helps(code, restarts, tries_again, tmp_path):
-    """With stand-ins for the programs; it was run by hand in a real Slurm (22.05), two nodes on one machine."""
+    """Programs are stand-ins. By hand it was run in a real Slurm (22.05), with two nodes on one machine."""
     programs = {
         "scontrol": 'if [ "$1" = show ]; then echo node1; echo node2; else echo "$@" >> requeued; fi',
         "srun": 'echo "$@" > started; exec sleep 60',
@@ -97,7 +97,7 @@ def test_the_slurm_job_ends_as_its_night_and_is_put_back_where_that_helps(code, 
 
 
 def shell_lines() -> dict[str, str]:
-    """What shells run, by file: whole scripts, and the lines that other formats hold."""
+    """Shell code by file: whole scripts, and the command lines in other formats."""
     texts = {name: (SCHEDULES / name).read_text() for name in NIGHTS}
     *names, line = [line for line in texts["laserbatch.cron"].splitlines() if not line.startswith("#")]
     exported = "\n".join(f"export {name}" for name in names)
@@ -128,7 +128,7 @@ def test_shellcheck_finds_nothing_in_what_shells_run(name):
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
 def test_units_are_what_systemd_reads(tmp_path):
     units = [tmp_path / path.name for path in FILES if path.suffix in (".service", ".timer")]
-    for unit in units:  # programs of the example that are not here would be named as missing
+    for unit in units:  # systemd would report programs of the example that are not installed here
         text = (SCHEDULES / unit.name).read_text().replace("/opt/laserbatch/.venv/bin/laserbatch", "/bin/true")
         unit.write_text(text.replace("User=laserbatch", "User=root"))
     done = subprocess.run(["systemd-analyze", "verify", *units], capture_output=True, text=True, timeout=60)
@@ -144,7 +144,7 @@ def test_alerts_are_what_prometheus_reads():
 
 
 def pods_of(manifest: dict) -> list[dict]:
-    """The pods that a resource describes, each as a resource of its own."""
+    """The pods in a resource, each as a resource by itself."""
     spec = manifest["spec"]
     if manifest["kind"] == "RayJob":
         cluster = spec["rayClusterSpec"]
@@ -157,7 +157,7 @@ def pods_of(manifest: dict) -> list[dict]:
 
 
 def test_pods_are_what_kubernetes_takes():
-    """By Kubernetes' own schemas, without a network; a name that they do not have is refused."""
+    """Checked with Kubernetes' own schemas, without a network; an unknown name is refused."""
     schemas = pytest.importorskip("kubernetes_validate", reason="no kubernetes-validate here, which has the schemas")
     manifests = [one for name in KUBERNETES for one in yaml.safe_load_all((SCHEDULES / name).read_text())]
     pods = [{"apiVersion": "v1", "kind": "Pod"} | pod for manifest in manifests for pod in pods_of(manifest)]
@@ -173,7 +173,7 @@ def test_pods_are_what_kubernetes_takes():
 @pytest.mark.skipif(shutil.which("kubeconform") is None, reason="no kubeconform here")
 @pytest.mark.parametrize("name", KUBERNETES)
 def test_resources_are_what_kubeconform_takes(name):
-    """It loads the schemas of KubeRay and Argo from the catalogue that its own page names."""
+    """kubeconform loads the schemas of KubeRay and Argo from the catalogue that its page names."""
     catalogue = "https://raw.githubusercontent.com/datreeio/CRDs-catalog/main"
     catalogue += "/{{.Group}}/{{.ResourceKind}}_{{.ResourceAPIVersion}}.json"
     options = ["-strict", "-schema-location", "default", "-schema-location", catalogue]
@@ -184,7 +184,7 @@ def test_resources_are_what_kubeconform_takes(name):
 
 
 def test_the_rayjob_has_what_its_schema_requires():
-    """KubeRay's resource v1: `kubectl create --dry-run=server` checks all of it where there is a cluster."""
+    """KubeRay's resource v1. On a cluster, `kubectl create --dry-run=server` checks all of it."""
     job, schedule = yaml.safe_load_all((SCHEDULES / "rayjob.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     cluster = job["spec"]["rayClusterSpec"]
@@ -198,7 +198,7 @@ def test_the_rayjob_has_what_its_schema_requires():
 
 
 def test_the_argo_workflow_runs_yesterdays_night_on_a_volume_that_stays(tmp_path):
-    """Its command, as the pod runs it; `argo lint` checks the rest where there is Argo."""
+    """Checks its command as the pod runs it; where Argo is installed, `argo lint` checks the rest."""
     workflow = yaml.safe_load((SCHEDULES / "argo.yaml").read_text())
     assert (workflow["apiVersion"], workflow["kind"]) == ("argoproj.io/v1alpha1", "CronWorkflow")
     spec = workflow["spec"]["workflowSpec"]
@@ -231,7 +231,7 @@ def test_argo_tries_again_after_the_exit_codes_for_which_a_night_goes_on():
 
 
 def test_the_dag_is_python_whose_runs_have_the_day_before_as_their_date():
-    """Airflow 3 reads a cron text as the run's own time, Airflow 2 as the begin of the day that is over."""
+    """Airflow 3 takes a cron text as the run's own time, Airflow 2 as the begin of the finished day."""
     calls = [
         node for node in ast.walk(ast.parse((SCHEDULES / "airflow_dag.py").read_text())) if isinstance(node, ast.Call)
     ]
@@ -243,7 +243,7 @@ def test_the_dag_is_python_whose_runs_have_the_day_before_as_their_date():
 
 @pytest.mark.slow
 def test_airflow_runs_the_dag_for_a_date(tmp_path):
-    """`airflow dags test`, with a stand-in for laserbatch that notes its arguments."""
+    """`airflow dags test`, with a stand-in for laserbatch that records its arguments."""
     pytest.importorskip("airflow", reason="no Airflow here")
     from airflow.dag_processing.dagbag import DagBag  # of Airflow 3
 

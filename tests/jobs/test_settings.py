@@ -1,4 +1,4 @@
-"""Configuration: what is refused, and how it is said."""
+"""Configuration: which values are refused, and with which messages."""
 
 import re
 from pathlib import Path
@@ -136,12 +136,12 @@ def test_commented_yaml_loads_into_the_defaults_again(tmp_path):
 
 
 def test_the_committed_default_configuration_is_the_generated_one():
-    """If it is not: `python tests/jobs/default_yaml.py`."""
+    """If it is not, run `python tests/jobs/default_yaml.py`."""
     assert DEFAULT_YAML.read_text(encoding="utf-8") == default_yaml()
 
 
 def leaf_options(model: type[BaseModel], within: str = "") -> list[str]:
-    """Dotted names of all options that a file may set; words of prompts are one."""
+    """Dotted names of all options that a file may set; the words of prompts count as one."""
     names = []
     for name, field in model.model_fields.items():
         section = field.annotation
@@ -153,7 +153,7 @@ def leaf_options(model: type[BaseModel], within: str = "") -> list[str]:
 
 
 def internal_fields(model: type[BaseModel], within: str = "") -> list[str]:
-    """Dotted names of fields that are no options: they have no description, and are no sections."""
+    """Dotted names of fields without a description that are no sections, and so no options."""
     names = []
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -174,7 +174,7 @@ def test_neither_a_field_for_code_alone_nor_an_option_of_an_earlier_version_is_i
 
 
 def test_the_core_has_at_most_65_options():
-    """A new option must be one that a team can set without a study of its own; another one makes room for it."""
+    """Teams must be able to set an option without a study of their own; a new one replaces another."""
     options = leaf_options(Settings)
     assert len(options) <= MAX_OPTIONS, options
 
@@ -264,7 +264,7 @@ def test_a_night_keeps_its_name_if_its_server_moves_or_gets_more_money_but_not_i
         assert with_server(**changed).identity() != named
     assert "endpoint" not in Settings().identity()["decoding"]
     greedy = Settings.model_validate({"decoding": {"verifier": "greedy"}}).decoding
-    assert with_server().decoding.provenance() == greedy.provenance()  # a change of engine alone rewrites nothing
+    assert with_server().decoding.provenance() == greedy.provenance()  # so a change of engine alone rewrites nothing
     assert with_server().decoding.gpus_a_worker == 0
 
 

@@ -1,4 +1,4 @@
-"""A night that accepts notably less than its budget was chosen for says so, in its summary and on its page."""
+"""The summary and the report name a side that accepts notably less than its budget was chosen for."""
 
 import copy
 

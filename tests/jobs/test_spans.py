@@ -1,4 +1,4 @@
-"""Spans: joined they are the decoded text, cut where the source changes, and no character is torn."""
+"""Spans of a text: joined, they are the decoded text; they are cut where the source changes, and split no character."""
 
 from itertools import pairwise
 
@@ -27,7 +27,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer whose words carry their space and that drops the first one when it decodes, like SentencePiece."""
+    """A tokenizer whose words begin with their space, the first of which is dropped in decoding, like SentencePiece."""
     words = ["▁", "▁a", "▁good", "▁book", "s", "<unk>", "<0xE4>", "<0xBD>", "<0xA0>"]
     tokenizer = Tokenizer(
         models.BPE(
@@ -94,7 +94,7 @@ def test_special_tokens_are_left_out(byte_tokenizer):
 def test_joined_spans_are_the_decoded_text(byte_tokenizer, data, text):
     ids = ids_of(byte_tokenizer, text)
     cut = data.draw(st.integers(0, len(ids)))
-    ids = ids[cut:] + ids[:cut]  # also sequences of bytes that are no text
+    ids = ids[cut:] + ids[:cut]  # this also makes byte sequences that are no text
     sources = data.draw(st.lists(st.integers(0, len(SOURCE_NAMES) - 1), min_size=len(ids), max_size=len(ids)))
     spans = text_spans(byte_tokenizer, ids, sources)
     assert "".join(span.text for span in spans) == byte_tokenizer.decode(ids, clean_up_tokenization_spaces=False)

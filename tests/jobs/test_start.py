@@ -1,4 +1,4 @@
-"""What a command must not load before it needs it: seconds of each night, and of each look at one."""
+"""Modules that commands must not import early: they would cost seconds in each night and each `status`."""
 
 import subprocess
 import sys
@@ -6,12 +6,12 @@ import sys
 HEAVY = ("torch", "transformers", "sklearn", "lightgbm", "matplotlib")
 
 
-LATE = {  # each may load what those before it may
+LATE = {  # each may also import what earlier ones may
     "jobs.events": (*HEAVY, "ray", "numba", "pyarrow"),
     "jobs.commands.status": (*HEAVY, "ray", "numba"),
-    "jobs.commands.try_one": (*HEAVY, "ray"),  # tables and the id are looked at first
-    "pipeline.distributed.actors": HEAVY,  # a worker loads them when it is asked to load its model
-    "jobs.commands.nightly": HEAVY,  # the encoder is loaded with the first text, the tokenizer by workers
+    "jobs.commands.try_one": (*HEAVY, "ray"),  # it checks the tables and the id first
+    "pipeline.distributed.actors": HEAVY,  # a worker imports them when it loads its model
+    "jobs.commands.nightly": HEAVY,  # loaded later: the encoder with the first text, the tokenizer by workers
 }
 CODE = """
 import importlib, sys

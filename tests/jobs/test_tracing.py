@@ -1,4 +1,4 @@
-"""Spans of a night, as a collector of OpenTelemetry gets them."""
+"""Spans of a night, as an OpenTelemetry collector receives them."""
 
 import datetime
 import logging
@@ -25,7 +25,7 @@ DATE = datetime.date(2025, 3, 1)
 
 
 class Collector(ThreadingHTTPServer):
-    """Keeps the bodies that are posted to it, and answers with a status."""
+    """Stores the bodies of requests, and answers with `status`."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)

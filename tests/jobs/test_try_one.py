@@ -1,4 +1,4 @@
-"""`laserbatch try` on a terminal: everything is drawn, and nothing of the data controls the terminal."""
+"""`laserbatch try` on a terminal: everything is printed, and no data can control the terminal."""
 
 import io
 from dataclasses import replace

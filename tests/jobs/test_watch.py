@@ -1,4 +1,4 @@
-"""Figures of a night that runs: what its events say of the shards, and `status --watch`, which shows them."""
+"""Figures of a running night, computed from its events about shards, and `status --watch`, which shows them."""
 
 import datetime
 import json
@@ -28,7 +28,7 @@ NONE_DONE |= {"reasons": {}}
 
 
 def begun(done=NONE_DONE, shards=4, rows=40, **expected_tokens: float) -> dict:
-    """The event of four shards of users, of ten rows each."""
+    """The event at the begin of `shards` shards of users, with `rows` rows."""
     sides = {"user": {"shards": shards, "rows": rows, "done": done}}
     return {"event": "shards_begin", "of": "generate", "sides": sides, "expected_tokens": expected_tokens}
 
@@ -119,7 +119,7 @@ def night(tmp_path, monkeypatch) -> Night:
 
 
 def look_at(*states: dict):
-    """States as they are read one after another."""
+    """A function that returns the given states one after another."""
     left: Iterator[dict] = iter(states)
     return lambda: next(left)
 
@@ -212,7 +212,7 @@ def test_ctrl_c_ends_the_watch_alone(capfd):
 
 @pytest.mark.slow
 def test_a_real_night_is_watched_by_another_process(tmp_path, monkeypatch, capfd, caplog):
-    """The night waits behind its first shard until that is seen, and written to the file of its metrics."""
+    """The night waits after its first shard until `status` has shown it and the metrics file has it."""
     write_here(monkeypatch)
     monkeypatch.setattr(metrics, "REFRESH_S", 0.1)
     textfile = tmp_path / "laserbatch.prom"
