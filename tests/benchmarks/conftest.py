@@ -1,4 +1,4 @@
-"""Benchmarks find one another as neighbours of the command; here they run in the tests' own process."""
+"""Benchmarks import each other from the folder of their command; here they run in the process of the tests."""
 
 import importlib
 import json
@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-for tests in ("decoding", "research"):  # the slow reference; a catalogue
+for tests in ("decoding", "research"):  # the slow reference of attention; a small catalogue
     sys.path.append(str(Path(__file__).resolve().parents[1] / tests))
 
 
 @pytest.fixture
 def run_benchmark(tmp_path, monkeypatch):
-    """Runs a benchmark's command with the words given, and returns what it wrote as JSON."""
+    """A function that runs a benchmark with the given arguments and returns the JSON that it wrote."""
     num_threads = torch.get_num_threads()
 
     def run(name: str, *words: object) -> dict:

@@ -1,4 +1,4 @@
-"""What all benchmarks count with: spreads, intervals, turns, figures, and what may be published of a command."""
+"""Statistics that all benchmarks use: spreads, intervals, rounds, figures, and the published form of a command."""
 
 import itertools
 import json

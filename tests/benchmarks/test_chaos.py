@@ -1,4 +1,4 @@
-"""What chaos draws and counts; the nights that it kills are no part of the suite."""
+"""The kills that `chaos.py` draws and the outcomes that it counts; its nights are no part of the tests."""
 
 import random
 

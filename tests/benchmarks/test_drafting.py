@@ -1,4 +1,4 @@
-"""The drafting benchmark: what a replay counts, that drafters forget held-out texts, and that the command runs."""
+"""The drafting benchmark: counts of a replay, held-out texts that drafters must forget, and the command."""
 
 from pathlib import Path
 
@@ -114,7 +114,7 @@ def test_of_times_taken_again_the_fastest_is_told():
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    """Tables with the columns of the published ones; every text but the first two is there once."""
+    """Tables with the columns of the published ones; all texts differ, except for the first two."""
     folder = tmp_path_factory.mktemp("data")
     words = ["calm", "bright", "slow", "old", "tender", "wild"]
     texts = [f"A {words[n % 6]} story about {words[n % 5]} days and {n} nights." for n in range(30)]
@@ -138,7 +138,7 @@ def test_held_out_texts_are_in_no_pool(corpus_of, data):
     tokenizer = AutoTokenizer.from_pretrained(SAMPLE_MODEL)
     corpus = corpus_of(tokenizer, data, CorpusSize(num_held_out=5, num_tuning=3, max_pool=100))
     pool = {text.tobytes() for text in corpus.pool}
-    assert len(corpus.pool) == len(pool) == 29 - 5  # one of two equal texts is dropped
+    assert len(corpus.pool) == len(pool) == 29 - 5  # one of the two equal texts is dropped
     assert not pool & {document.text_ids.tobytes() for document in corpus.held_out}
     without_tuning = {text.tobytes() for text in corpus.pool_without_tuning}
     assert not without_tuning & {document.text_ids.tobytes() for document in corpus.tuning}
@@ -157,4 +157,4 @@ def test_the_command_runs_and_writes_what_it_measured(data, run_benchmark, capsy
     assert all(("missing" in row) == (row["drafter"] == "arctic" and is_missing) for row in written["rows"])
     assert bool(written["unmeasured"]) == is_missing
     verdicts = [line.split()[0] for line in capsys.readouterr().out.split("\n\n")[0].splitlines()]
-    assert verdicts == sorted(verdicts)  # "NOT" is before "met"
+    assert verdicts == sorted(verdicts)  # "NOT" sorts before "met"

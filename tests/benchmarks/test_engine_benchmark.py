@@ -1,4 +1,4 @@
-"""The benchmark of the engine: groups and pools it compares, what it counts, its figures, and that the command runs."""
+"""The engine benchmark: the groups and pools that it compares, its counts and figures, and the command."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +48,7 @@ COST = StepCost(
 
 @pytest.fixture(autouse=True)
 def known_costs(monkeypatch):
-    """Nothing of this machine is timed: steps cost nearly the same, whatever they draft."""
+    """Time nothing on this machine: steps of all sizes cost nearly the same."""
     monkeypatch.setattr(engine_systems, "measure_step_cost", lambda *_: COST)
     monkeypatch.setattr(engine_command, "measure_device", lambda *_: RATES)
 
@@ -131,7 +131,7 @@ def test_every_greedy_system_writes_the_plain_texts(engines, task, cache, tmp_pa
     (of_resd,) = passes["resd", 8][0]
     texts = [ReplayText(*pair) for pair in zip(task.held_out, map(np.int32, of_resd.texts), strict=True)]
     replayed = replay(pools["global"].pool, texts, DraftOptions(8, MIN_ACCEPTANCE, use_previous=False))
-    assert of_resd.num_accepted == replayed.num_accepted.sum()  # what a pool's calibration counts, the engine does
+    assert of_resd.num_accepted == replayed.num_accepted.sum()  # the replay counts what the engine accepts
     for row in rows.values():
         assert row["tokens_per_step"] == pytest.approx(1 + row["accepted_per_step"], abs=0.2)
     again = repeats_of_plain([{"task": task.name, "batch": 4} | row for row in rows.values()])
@@ -142,7 +142,7 @@ def test_every_greedy_system_writes_the_plain_texts(engines, task, cache, tmp_pa
     assert [contestant.system for contestant in at_4] == [PLAIN, "crp"]
     best = rows["laser", ADAPTIVE]["best_fixed"]
     assert best in (2, 8) and rows["laser", best]["best_fixed"] is None
-    assert rows["laser", ADAPTIVE]["counted_best_fixed"] == 8  # steps that cost nearly the same, whatever they draft
+    assert rows["laser", ADAPTIVE]["counted_best_fixed"] == 8  # since steps of all sizes cost nearly the same
     assert 0.5 < rows["resd", 8]["counted_to_plain"].value < rows["resd", 8]["tokens_per_step"]  # drafting costs, too
 
 
@@ -173,7 +173,7 @@ def test_a_peer_without_memory_is_left_out_and_the_rest_is_measured(engines, tas
 
 
 class Written:
-    """Writes a token a prompt, and keeps which prompts it was given."""
+    """Writes one token for each prompt, and records the prompts."""
 
     def __init__(self):
         self.prompts = []
@@ -235,15 +235,15 @@ def test_counted_steps_cost_what_their_live_texts_and_trees_do():
     )
     prompts = [np.array([0]), np.array([1]), np.array([2])]
     counted_pass = a_pass(0.0, [2, 3, 2], tree_sizes=((4, 0), (2,), (6,)))
-    first, second = 2 + 0.1 * (2 + 6), 2 + 0.1 * (2 + 6)  # 4 + 2 drafted, then the third text beside the first
+    first, second = 2 + 0.1 * (2 + 6), 2 + 0.1 * (2 + 6)  # a step drafts 4 + 2, and later 6 for the third text
     drafted = counted(cost, 2, [counted_pass], prompts, Budget(8, 0.1))
-    expected = np.array([first + second + 1.0, first + 0.5, second + 0.5]) / 2 + 0.1  # a prompt's token is 0.1
+    expected = np.array([first + second + 1.0, first + 0.5, second + 0.5]) / 2 + 0.1  # 0.1 for the token of the prompt
     assert drafted.seconds == pytest.approx(expected) and drafted.num_tokens.tolist() == [2, 3, 2]
     undrafted = counted(cost, 2, [counted_pass], prompts, None)
-    assert undrafted.seconds.sum() == pytest.approx(drafted.seconds.sum() - 1.0)  # nobody was asked in two steps
+    assert undrafted.seconds.sum() == pytest.approx(drafted.seconds.sum() - 1.0)  # two steps draft nothing
     alone = [a_pass(0.0, [2], ((4, 0),)), a_pass(0.0, [3], ((2,),))]
     assert counted(cost, 1, alone, prompts, None).seconds == pytest.approx([2 * 1.1 + 0.4 + 0.1, 1.1 + 0.2 + 0.1])
-    three_live = counted(cost, 4, [counted_pass], prompts, None)  # nothing is known of more than two
+    three_live = counted(cost, 4, [counted_pass], prompts, None)  # costs are known up to batch size 2
     assert three_live.seconds.sum() == pytest.approx((2 + 0.1 * 2 * 5) + (2 - 1 + 0.1 * 1) + 0.3)
 
 
@@ -274,12 +274,12 @@ def test_the_roofline_is_the_slower_of_reading_and_multiplying(engines, task):
     assert roofline.seconds == pytest.approx(13.0)
     engine = engines.of_batch(1)
     real = Roofline.of_engine(engine, RATES)
-    assert real.num_head_weights == 2400 * 192  # 2,371 tokens, up to whole strips of 32
+    assert real.num_head_weights == 2400 * 192  # 2,371 tokens, padded to whole strips of 32
     assert real.weight_bytes == 4 * (real.num_body_weights + real.num_head_weights)
     watched = WatchedPlain(engine, RATES)
     runs = [watched.run(task.held_out[:2], 1, 24) for _ in range(2)]
     assert runs[0].texts == runs[1].texts
-    least_s = runs[0].num_tokens * real.weight_bytes / RATES.bytes_per_s  # a forward a token, and the cache beside it
+    least_s = runs[0].num_tokens * real.weight_bytes / RATES.bytes_per_s  # one forward a token, no cache
     counted_s = [share * run.wall_s for share, run in zip(watched.shares, runs, strict=True)]
     assert counted_s[0] == pytest.approx(counted_s[1]) and least_s < counted_s[0] < 2 * least_s
 

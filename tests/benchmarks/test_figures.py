@@ -1,4 +1,4 @@
-"""The pages of figures say what the committed results say."""
+"""The pages of figures agree with the committed results."""
 
 import json
 import sys

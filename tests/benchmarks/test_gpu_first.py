@@ -1,4 +1,4 @@
-"""The run on a GPU: it ends in time, loses no row, and calls nothing right that was not tried."""
+"""The first run on a GPU ends in time, loses no row, and does not call anything right that was not tried."""
 
 import argparse
 import importlib.util
@@ -84,7 +84,7 @@ def test_tests_that_are_all_skipped_fail(tmp_path, monkeypatch):
     file.write_text("import pytest\n\n@pytest.mark.skip\ndef test_small_pack(): pass\n\ndef test_another(): pass\n")
     paths = (str(REPOSITORY / "benchmarks"), os.environ.get("PYTHONPATH"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
-    monkeypatch.setattr(gpu_run, "REPOSITORY", tmp_path)  # where the tests are run
+    monkeypatch.setattr(gpu_run, "REPOSITORY", tmp_path)  # the folder in which the tests run
     run = run_in(tmp_path)
     gpu_tests.run_tests(run, "tests", [gpu_tests.ON_GPU], 100, "-k", "small_pack")
     (row,) = run.rows.read()
@@ -109,7 +109,7 @@ WITHOUT_RAY = 'import sys; sys.modules |= dict.fromkeys(("ray", "lightgbm"))\n'
 
 
 def test_the_driver_wants_no_ray_and_no_lightgbm():
-    """Nor does what it starts: `test_what_is_measured_with_the_model_runs_once_on_a_cpu`."""
+    """Its processes do not either: `test_what_is_measured_with_the_model_runs_once_on_a_cpu`."""
     words = [sys.executable, "-c", WITHOUT_RAY + "import gpu_first"]
     done = subprocess.run(words, cwd=REPOSITORY / "benchmarks", capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -121,7 +121,7 @@ def test_block_sizes_are_overridden_for_a_process(monkeypatch):
 
     functions = (launcher.triton_attention, launcher.block_rows, launcher.block_keys)
     for function in functions:
-        monkeypatch.setattr(function, "__defaults__", function.__defaults__)  # as they are again afterwards
+        monkeypatch.setattr(function, "__defaults__", function.__defaults__)  # restored after the test
     monkeypatch.setenv(block_override.VARIABLE, '{"num_stages": 1}')
     block_override.override_blocks()
     stages = [default.num_stages for function in functions for default in blocks_of(function)]
@@ -186,7 +186,7 @@ def test_after_a_cuda_error_safer_options_are_tried_one_after_another(tmp_path, 
     run = run_in(tmp_path)
     gpu_measure.measure(run, ["fatal", "z"])
     assert failures(run) == ["fatal"] * len(gpu_measure.LADDER)
-    assert measured(run) == {"z": ""}  # no mode helps, so it is the item
+    assert measured(run) == {"z": ""}  # no mode helps, so the item itself fails
 
 
 def test_what_follows_goes_on_in_the_mode_that_helped(tmp_path, fake_worker):

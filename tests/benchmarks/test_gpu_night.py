@@ -1,4 +1,4 @@
-"""What `gpu_night.py` makes of samples and events."""
+"""Summaries of samples and events by `gpu_night.py`."""
 
 import json
 

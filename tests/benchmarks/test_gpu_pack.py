@@ -1,4 +1,4 @@
-"""What `gpu_pack.py` does to the weights of a text encoder."""
+"""The weights of a text encoder that `gpu_pack.py` changes."""
 
 import numpy as np
 from gpu_pack import pack_encoder, restore_encoder

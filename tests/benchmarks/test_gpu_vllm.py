@@ -1,4 +1,4 @@
-"""What `gpu_vllm.py` makes of its rows."""
+"""Figures that `gpu_vllm.py` computes from its rows."""
 
 from argparse import Namespace
 

@@ -1,4 +1,4 @@
-"""The benchmark of the host's time: a step without a model is a step, and a GPU's least time is what it must read."""
+"""The host-time benchmark: a step without a model is a complete step, and a GPU's least time is that of its reads."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def loaded():
 
 @pytest.fixture(scope="module")
 def corpus() -> Corpus:
-    """Held-out texts that the pool has word for word, so that whatever is drafted is accepted."""
+    """Held-out texts that are also in the pool, so that every drafted token is accepted."""
     rng = np.random.default_rng(0)
     texts = tuple(rng.integers(20, 500, 2 * MIN_TOKENS_LEFT).astype(np.int32) for _ in range(4))
     documents = tuple(Document(np.arange(20 + i, 40 + i, dtype=np.int32), text) for i, text in enumerate(texts))
@@ -73,8 +73,8 @@ def test_streams_write_the_texts_that_are_scripted_in_the_steps_that_their_lengt
     """`stream_turn` compares each text."""
     plain, drafted = measure_streams(loaded, {"texts": corpus}, {"texts": pool}, SMALL, num_threads=1)
     assert plain["num_texts"] == drafted["num_texts"] == 6
-    num_tokens = 2 * MIN_TOKENS_LEFT + 1  # of a text, with its end
-    assert plain["num_steps"] == 3 * num_tokens  # two side by side, three times
+    num_tokens = 2 * MIN_TOKENS_LEFT + 1  # of a text, including its end token
+    assert plain["num_steps"] == 3 * num_tokens  # three pairs of texts, one after another
     assert drafted["num_steps"] < plain["num_steps"] / 2
     for row in (plain, drafted):
         assert row["host_ms"].median > 0 and row["results_ms"].median > 0

@@ -1,4 +1,4 @@
-"""LASER's experiments: the figures of decoding rules, and the rows beside those of the paper."""
+"""LASER's experiments: figures of the decoding rules, and our rows next to the paper's."""
 
 import pytest
 from common import Interval, Spread

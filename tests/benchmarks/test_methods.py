@@ -1,4 +1,4 @@
-"""The table of methods: its rows, and how probable the model finds what was written."""
+"""The table of methods: its rows, and the probability that the model gives to the written texts."""
 
 from types import SimpleNamespace
 
@@ -56,7 +56,7 @@ def test_what_misses_is_told():
 def test_texts_that_pay_a_training_back_are_those_whose_saved_seconds_make_it_up():
     rows = all_rows()
     faster = next(row for row in rows if row["method"] == "pool + hass")
-    faster["tokens_per_s"] = Spread(125.0, 125.0, 125.0)  # a text in 0.8 s, not in 1
+    faster["tokens_per_s"] = Spread(125.0, 125.0, 125.0)  # 0.8 s for a text, compared with 1 s
     facts = [facts_of(kind, Trained(kind, CARD, 0.1), rows) for kind in KINDS]
     assert [row["pays_back"]["reki"] for row in facts] == [None, None, 300, None]
     assert len(table(facts, OF_DRAFTERS).splitlines()) == 5
@@ -72,5 +72,5 @@ def test_a_text_is_judged_token_by_token_behind_its_prompt():
         return SimpleNamespace(logits=torch.nn.functional.one_hot((input_ids + 1) % 4, 4).float()[None, 0])
 
     prompts = (np.array([0, 1]), np.array([3]))
-    expected = np.array([0.0, 1.0, 1.0]) - np.log(np.e + 3)  # only the second and third token are what it expects
+    expected = np.array([0.0, 1.0, 1.0]) - np.log(np.e + 3)  # the model expects only the second and third token
     assert own_log_probability(model, prompts, ((3, 0), (0,))) == pytest.approx(expected.mean())

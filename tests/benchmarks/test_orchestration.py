@@ -1,4 +1,4 @@
-"""The benchmark of what a night does beside its forwards: four nights of a tiny world, and what is asked of them."""
+"""The benchmark of a night's work outside of forwards: four nights of a tiny world, and their goals."""
 
 import orchestration
 import pytest
@@ -24,7 +24,7 @@ def test_figures_are_of_the_largest_size_without_what_is_written():
         ]
 
     rows = night(1000, "none", 10, 2100) + night(4000, "none", 44, 500)
-    rows += night(4000, "some", 3, 600) + night(4000, "again", 1, 600)  # half of the nights as either
+    rows += night(4000, "some", 3, 600) + night(4000, "again", 1, 600)  # half of the nights each
     by_name = {figure.name: (figure.measured, figure.met) for figure in figures_of(rows)}
     assert by_name == {
         "processor seconds of a night of 4,000 unchanged": (44, False),

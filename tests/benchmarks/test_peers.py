@@ -1,4 +1,4 @@
-"""The benchmark of our engine beside vLLM: turns, ratios within a round, and what is asked of whom."""
+"""The benchmark of our engine against vLLM: turns, ratios within a round, and the goals of each system."""
 
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ from tasks import Task
 
 
 class Writes:
-    """A system that takes a given time in seconds for each of a round's two prompts, and writes given texts."""
+    """Writes given texts; each of a round's two prompts takes the given number of seconds."""
 
     def __init__(self, seconds, text, num_steps):
         warm_up, rounds = [1.0], [duration / 2 for duration in seconds for _ in range(2)]
@@ -83,7 +83,7 @@ def test_a_pass_leaves_no_text_that_the_next_one_is_drafted_from():
 
     llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=None)))
     learned = Learned(llm)
-    learned.end_pass(True)  # of a vLLM without suffix drafts
+    learned.end_pass(True)  # a vLLM without suffix drafts has no cache
     learned._cache = cache = Cache()
     learned.end_pass(True)
     assert cache.cached_requests == {"1", "2", "3"} and not cache.active_requests

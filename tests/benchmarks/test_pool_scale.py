@@ -1,4 +1,4 @@
-"""What `pool_scale.py` measures with: its texts, its eye on another process, its figures."""
+"""Tools of `pool_scale.py`: its texts, the measurement of another process, its figures."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The benchmark of previous texts: how texts begin, the path in the first draft, and questions one film apart."""
+"""The benchmark of previous texts: how texts begin, the first draft's path, and questions one film apart."""
 
 import sys
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ def test_texts_agree_up_to_their_first_different_token(previous, expected):
 
 
 def test_all_but_one_step_of_the_beginning_could_be_saved():
-    # The first text agrees for 5 tokens: its steps begin at 0, 3 and 5, and the one at 5 writes what differs.
+    # The first text agrees with the previous one for 5 tokens: its steps begin at 0, 3 and 5.
     now = SimpleNamespace(starts=[[0, 3, 5, 6], [0, 2]], num_steps=np.array([4, 2]))
     assert steps_to_save(now, np.array([5, 0])).value == pytest.approx(2 / 6)
 

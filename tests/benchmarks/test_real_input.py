@@ -1,4 +1,4 @@
-"""The input of the benchmark of whole nights: what comes on which night, and what a run's record says."""
+"""The input of the whole-night benchmark: the tables of each night, and the record of a run."""
 
 import datetime
 
@@ -31,7 +31,7 @@ def test_the_second_night_brings_half_of_the_books_and_each_readers_last_one(tmp
     write_goodreads(tmp_path, tmp_path / "tables", num_items=4, num_users=2)
     read = {name: pq.read_table(tmp_path / "tables" / f"{name}.parquet") for name in ("users", "items", "interactions")}
     assert read["users"]["user_id"].to_pylist() == ["1", "2"]
-    assert read["items"]["item_id"].to_pylist() == ["a", "b", "x", "y"]  # two of the first night, two of the second
+    assert read["items"]["item_id"].to_pylist() == ["a", "b", "x", "y"]  # two of each night
     days = [time.date() for time in read["items"]["created_at"].to_pylist()]
     assert all(day < NIGHTS[0] for day in days[:2]) and days[2:] == [NIGHTS[1]] * 2
     rows = [(row["user_id"], row["item_id"], row["timestamp"].date()) for row in read["interactions"].to_pylist()]

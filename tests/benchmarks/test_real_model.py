@@ -1,4 +1,4 @@
-"""The benchmark of a real model: what it asks of its rows, and that it measures nothing without the model."""
+"""The benchmark of a real model: the goals of its rows, and no measurement without the model."""
 
 import sys
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ def test_rows_become_figures():
 
 @dataclass
 class Scripted:
-    """Answers each prompt with its own number, in so many seconds."""
+    """Answers each prompt with `answer` in `seconds`."""
 
     seconds: float
     answer: int = 1

@@ -1,4 +1,4 @@
-"""Real texts under CTR models: tables of public book lists, whose last books come after the date."""
+"""Real texts for CTR models: tables of public book lists, in which each list's last book comes after the date."""
 
 import datetime
 

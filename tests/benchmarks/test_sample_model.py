@@ -1,4 +1,4 @@
-"""The sample model does what its card says, on users of a world it has never seen."""
+"""The sample model does what its card says, for users of an unknown world."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
 from laserbatch.pipeline.tables.read import read_tables
 
 FOLDER = Path(__file__).resolve().parents[2] / "models" / "sample"
-NUM_USERS, NUM_COLD, NUM_ITEMS = 28, 4, 24  # cold users are others than these
-NUM_PROFILES = 16  # of users and of items, as JSON
+NUM_USERS, NUM_COLD, NUM_ITEMS = 28, 4, 24  # cold users are additional
+NUM_PROFILES = 16  # JSON profiles of users, and of items
 MAX_NEW_TOKENS = 288
 MAX_BYTES = 16_000_000
 
@@ -31,16 +31,16 @@ class Written:
     """The text that the model wrote greedily about one entity."""
 
     entity: Entity
-    num_history: int  # events that the prompt shows
+    num_history: int  # number of events in the prompt
     text: str
     num_tokens: int
-    stopped: bool  # by its own end token
+    stopped: bool  # by the model's end token
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
-    write_sample_world(folder)  # seed 0: training used other seeds
+    write_sample_world(folder)  # seed 0: no training used it
     return read_tables(folder, LAST_DATE)
 
 
@@ -111,7 +111,7 @@ def test_user_texts_name_the_most_frequent_category_of_the_history(users):
         first.append(bool(places) and places[min(places)] in most)
     assert len(named) == NUM_USERS
     assert share(named) >= 0.8
-    assert share(first) >= 0.6  # harder: named as the first of the two genres
+    assert share(first) >= 0.6  # harder: named as the first of two genres
 
 
 @pytest.mark.slow
@@ -150,7 +150,7 @@ def test_profiles_are_json_of_both_fields_and_stop_by_themselves(profiles, side)
     assert share([profile.stopped for profile in profiles[side]]) >= 0.96
     parsed = [parse_answer(template, profile.text) for profile in profiles[side]]
     assert all({"summary", "reasoning"} <= set(answer.fields) for answer in parsed)
-    assert share([bool(answer.repairs) for answer in parsed]) <= 0.04  # one that did not stop is cut
+    assert share([bool(answer.repairs) for answer in parsed]) <= 0.04  # a profile that did not stop is cut
 
 
 @pytest.mark.slow
@@ -166,7 +166,7 @@ def test_profiles_name_what_is_liked_and_what_an_item_is_about(profiles):
             named.append(any(top in user.text for top in most))
     assert len(named) > 10
     assert share(named) >= 0.8
-    assert not any(quoted)  # what a person enjoys, not what was bought
+    assert not any(quoted)  # summaries are about tastes, and quote no title
     items = profiles["item"]
     themes = [THEMES[title_themes(item.entity.attributes["title"]).main].name in item.text.lower() for item in items]
     assert share(themes) >= 0.8

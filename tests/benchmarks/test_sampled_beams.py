@@ -1,4 +1,4 @@
-"""Sampled beams: their distribution, drafted or not; a rule that is wrong is caught."""
+"""Sampled beams have the same distribution with drafts and without, and a wrong rule is caught."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ NUM_DRAWS = 10_000
 
 
 def firsts(rule) -> float:
-    """The p-value of one path's being drawn by p, of a rule over drafts by q."""
+    """The p-value for the hypothesis that a rule over drafts by q draws one path by p."""
     rng = np.random.default_rng(0)
     counts = np.bincount([rule(drawn(Q, 1, rng), rng) for _ in range(NUM_DRAWS)], minlength=len(P))
     return float(chisquare(counts, np.exp(P) * NUM_DRAWS).pvalue)
@@ -22,9 +22,9 @@ def firsts(rule) -> float:
 
 def test_one_path_is_drawn_by_the_target_whatever_drafts_and_a_wrong_rule_is_caught():
     assert firsts(lambda draft, rng: int(verified(P, Q, draft, 1, rng)[0][0])) > 1e-3
-    assert firsts(lambda draft, rng: int(draft[0])) < 1e-6  # takes what was drafted
+    assert firsts(lambda draft, rng: int(draft[0])) < 1e-6  # takes the draft
 
-    def again(draft, rng):  # draws anew by p, not by what is left of it
+    def again(draft, rng):  # draws again by p, instead of by the rest of it
         accepted = np.log(rng.random()) <= P[draft[0]] - Q[draft[0]]
         return int(draft[0] if accepted else drawn(P, 1, rng)[0])
 
@@ -32,7 +32,7 @@ def test_one_path_is_drawn_by_the_target_whatever_drafts_and_a_wrong_rule_is_cau
 
 
 def test_several_paths_are_nearly_drawn_together_as_by_the_target():
-    """Of many likely paths the K are as often together as K different draws of the target are."""
+    """Each pair of likely paths is drawn together as often as two distinct draws of the target draw it."""
     rng = np.random.default_rng(1)
     log_p, log_q = (np.log(rng.dirichlet(np.full(30, 5.0))) for _ in range(2))
 
@@ -44,7 +44,7 @@ def test_several_paths_are_nearly_drawn_together_as_by_the_target():
         return counts / NUM_DRAWS
 
     target = pairs(lambda: drawn(log_p, 2, rng))
-    again = pairs(lambda: drawn(log_p, 2, rng))  # what chance alone moves
+    again = pairs(lambda: drawn(log_p, 2, rng))  # the distance by chance alone
     relaxed = pairs(lambda: verified(log_p, log_q, drawn(log_q, 2, rng), 2, rng)[0])
     by_draft = pairs(lambda: drawn(log_q, 2, rng))
     noise, off, draft = (np.abs(target - other).sum() / 2 for other in (again, relaxed, by_draft))
@@ -63,4 +63,4 @@ def test_lists_are_items_all_different_and_the_same_again(size):
         for result, other in zip(results, again, strict=True):
             assert result.rows.tolist() == other.rows.tolist() and len(set(result.rows.tolist())) == size
             assert (result.rows < len(CATALOGUE)).all() and (np.diff(result.scores) <= 0).all()
-    assert num_forwards < lists(False)[1]  # the target drafts for itself: everything is accepted
+    assert num_forwards < lists(False)[1]  # the target drafts for itself, so everything is accepted

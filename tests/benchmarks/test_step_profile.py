@@ -1,4 +1,4 @@
-"""The profile of a step: nothing is counted twice, nothing is left out, and what was watched runs on unwatched."""
+"""The profile of a step counts nothing twice, leaves nothing out, and stops watching at its end."""
 
 import time
 from dataclasses import replace
@@ -66,7 +66,7 @@ def test_parts_make_up_the_step_and_the_engine_is_left_as_it_was(loaded):
 
 
 def test_steps_of_the_kernel_are_the_models_time_not_packing(loaded):
-    """As on CUDA, where another function runs the model and graphs would be captured."""
+    """The path of CUDA, where another function runs the model and graphs would be captured."""
     engine = engine_of(loaded, 2, 0)
     engine.cache = KVCache(2)
     runner = engine.runner = ModelRunner(loaded.model, engine.cache, engine.device)

@@ -1,4 +1,4 @@
-"""A widened model is the same function: equal logits and texts, whatever grew and however heads are grouped."""
+"""A widened model computes the same function: equal logits and texts for all sizes and groupings of heads."""
 
 import json
 from dataclasses import replace
@@ -25,7 +25,7 @@ MODELS = [
     SAMPLE_MODEL,
     pytest.param(DEFAULT_MODEL, marks=pytest.mark.skipif(not DEFAULT_MODEL.is_dir(), reason="no measuring model")),
 ]
-LARGEST_ERROR = 2e-5  # of the largest logit
+LARGEST_ERROR = 2e-5  # relative to the largest logit
 
 
 def prompts_of(model_dir: Path) -> list[np.ndarray]:
@@ -63,7 +63,7 @@ def texts_of(folder: Path, source: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module", params=MODELS, ids=lambda path: path.name)
 def widened(request, tmp_path_factory) -> tuple[Path, Path]:
-    """A model and the folder of the same in the tiny geometry, float32, in many shards."""
+    """The folder of a model, and that of its widened copy in the tiny geometry: float32, in many shards."""
     out = tmp_path_factory.mktemp("widened") / "model"
     widen(request.param, out, TINY, "float32", shard_bytes=4 << 20)
     return request.param, out
