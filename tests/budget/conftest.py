@@ -1,4 +1,4 @@
-"""The engine's tiny models; one thread for them."""
+"""The engine's tiny models, on one thread."""
 
 import sys
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "decoding"))  # where `tiny_models` is
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "decoding"))  # the folder of `tiny_models`
 
 
 @pytest.fixture(scope="package", autouse=True)

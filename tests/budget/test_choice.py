@@ -1,4 +1,4 @@
-"""Budgets: the solve on costs and replays whose answer is known, what is given is kept, nothing known drafts little."""
+"""Choice of budgets: solved for known costs and replays; given values are kept; unknown costs mean few drafts."""
 
 from types import SimpleNamespace
 
@@ -26,8 +26,8 @@ from laserbatch.retrieval_pools.step_cost import DraftCost, StepCost, StepPoint
 
 SOURCES = ("previous", "prompt", "output", "pool")
 FREE = {1: 0.01, 2: 0.01, 65: 0.01}
-STEEP = {1: 0.01, 2: 0.02, 65: 0.65}  # a packed token costs as much as a plain step
-GEMV = {1: 0.01, 2: 0.03, 65: 0.03}  # the second token costs twice the first, and further ones nothing
+STEEP = {1: 0.01, 2: 0.02, 65: 0.65}  # a draft token costs as much as a plain step
+GEMV = {1: 0.01, 2: 0.03, 65: 0.03}  # the first draft token costs two plain steps, and further ones nothing
 
 
 def cost(points: dict[int, float], batch_size: int = 1, draft: DraftCost = DraftCost()) -> StepCost:
@@ -39,7 +39,7 @@ def cost(points: dict[int, float], batch_size: int = 1, draft: DraftCost = Draft
 
 
 def shares(mean: float) -> tuple[float, ...]:
-    """Trees that all have `mean` tokens."""
+    """The shares of trees that all have `mean` tokens."""
     return tuple(float(np.interp(mean, SIZE_KNOTS, row)) for row in np.eye(len(SIZE_KNOTS)))
 
 
@@ -101,7 +101,7 @@ def test_the_best_budget_is_that_of_the_plain_formula_where_all_trees_are_alike(
     best = max(map(speed, pool.budgets.new.cells))
     (cell,) = [c for c in pool.budgets.new.cells if (c.max_draft_tokens, c.min_acceptance) == (
         chosen.max_draft_tokens, chosen.min_acceptance)]  # fmt: skip
-    assert speed(cell) == pytest.approx(best, rel=0.03)  # trees between two knots count for both
+    assert speed(cell) == pytest.approx(best, rel=0.03)  # trees of a size between two knots count for both
 
 
 def test_what_models_draft_is_verified_where_it_is_likelier_than_its_price():
@@ -109,20 +109,20 @@ def test_what_models_draft_is_verified_where_it_is_likelier_than_its_price():
         return side_budget(DecodingSettings(batch_size=1, **options), pool_with(), step_cost, 0.0).budget
 
     head = {"drafters": ("pool", "trained"), "drafter_options": {"trained": {"head": "head"}}}
-    assert chosen(cost(FREE), **head) == Budget(16, MIN_ACCEPTANCES[0])  # not that of the replays, which ran no head
+    assert chosen(cost(FREE), **head) == Budget(16, MIN_ACCEPTANCES[0])  # not the replays' budget: they ran no head
     assert chosen(cost(STEEP), **head) == PLAIN
     assert chosen(cost(FREE), **head, max_draft_tokens=8) == Budget(8, MIN_ACCEPTANCES[0])
-    price = cost({1: 0.01, 17: 0.01 + 16 * 0.002})  # a fifth of a plain token
+    price = cost({1: 0.01, 17: 0.01 + 16 * 0.002})  # a draft token costs a fifth of a plain one
     trained, unchecked = chosen(price, **head), chosen(price, drafters=("lookahead",))
     assert 0.2 <= trained.min_acceptance < 0.4 <= unchecked.min_acceptance
     drawn = DecodingSettings(
         temperature=1.0, verifier="rsd", drafters=("trained",), drafter_options={"trained": {"models": ["small"]}}
     )
-    assert budget_step_cost(drawn, None) is None  # what was drawn stays whole
+    assert budget_step_cost(drawn, None) is None  # sampled drafts stay whole
 
 
 def test_a_step_that_drafts_nothing_does_not_pay_for_one_that_drafts_much():
-    def rarely(size, least):  # at the highest threshold one step in ten drafts, all of the tree
+    def rarely(size, least):  # at the highest threshold one step in ten drafts, and then a whole tree
         return tuple(np.eye(len(SIZE_KNOTS))[0] * 0.9 + np.array(shares(size)) * 0.1)
 
     curve = replayed(lambda size, least: 1.4 if least == 0.9 else 1.5, lambda size, least: rarely(size, least)
@@ -162,13 +162,13 @@ def test_numbers_that_are_given_are_kept():
 
 
 def test_where_nothing_was_replayed_only_what_is_likelier_than_its_price_is_drafted():
-    cheap = choose_budget(cost({1: 0.01, 65: 0.01 * (1 + 64 * 0.04)}), 1)  # a token costs 0.04 steps
-    assert cheap.budget == Budget(16, 0.1)  # twice that, on the grid
+    cheap = choose_budget(cost({1: 0.01, 65: 0.01 * (1 + 64 * 0.04)}), 1)  # a draft token costs 0.04 steps
+    assert cheap.budget == Budget(16, 0.1)  # twice 0.04, rounded to the grid
     calibrated = SimpleNamespace(budgets=None, is_calibrated=True, manifest=SimpleNamespace(num_texts=9))
     sure = choose_budget(cost({1: 0.01, 65: 0.01 * (1 + 64 * 0.04)}), 1, calibrated)
     assert sure.budget.min_acceptance == 0.05
     assert choose_budget(cost(STEEP), 1).budget == PLAIN
-    looking = DraftCost(seconds=0.001)  # a tenth of a step, for drafts that may find nothing
+    looking = DraftCost(seconds=0.001)  # drafting costs a tenth of a step, and may find nothing
     assert choose_budget(cost(FREE, draft=looking), 1).budget == PLAIN
     empty, filled = (SimpleNamespace(budgets=None, is_calibrated=False, manifest=SimpleNamespace(num_texts=number))
                      for number in (0, 9))  # fmt: skip
@@ -191,7 +191,7 @@ def test_without_drafters_the_budget_is_that_of_plain_decoding():
 
 
 def test_where_texts_are_few_the_dearest_number_of_draft_tokens_must_pay():
-    """Here the first draft token of a step of 16 costs a tenth of it, and the others next to nothing."""
+    """The first draft token of a step of 16 texts costs a tenth of it, and further tokens next to nothing."""
     points = {16: 0.01, 17: 0.011, 32: 0.0111, 1040: 0.02}
     jump = StepCost(steps=[StepPoint(batch_size=16, num_tokens=n, seconds=seconds) for n, seconds in points.items()])
     filled = SimpleNamespace(budgets=None, is_calibrated=False, manifest=SimpleNamespace(num_texts=9))
@@ -213,7 +213,7 @@ def test_a_batch_size_that_was_not_measured_takes_the_next_smaller_one():
 
 
 def test_trees_of_a_batch_are_taken_as_they_fall_beside_others_of_the_mean_size():
-    """Half of the trees have no token and half have 64: alone a step has either, beside many about 32 a text."""
+    """Half of the trees are empty, half have 64 tokens: a single text has steps of either kind, many have about 32."""
     cell = BudgetCell(
         max_draft_tokens=64, min_acceptance=0.1, tokens_per_step=2.0, size_shares=(0.5, 0, 0, 0, 0, 0, 0, 0.5)
     )

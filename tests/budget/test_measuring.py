@@ -1,4 +1,4 @@
-"""Measured costs: every size at every batch size, an engine that is left as it was, and files that are read again."""
+"""Measured step costs: all sizes and batch sizes, an engine that is left unchanged, and files that are read again."""
 
 import json
 import logging
@@ -34,7 +34,7 @@ def quick(monkeypatch):
 
 
 def watch(engine, note) -> None:
-    """Call `note` for each text of each step with the numbers of drafted and of written tokens."""
+    """Call `note` with the numbers of drafted and of written tokens for each text of each step."""
     finish_step = engine.finish_step
 
     def watched(step, stream):
@@ -58,12 +58,12 @@ def drafted(step_cost, batch_size: int) -> list[int]:
 
 
 def all_sizes(batch_size: int) -> list[int]:
-    """Draft tokens of steps where all sequences draft equally, and where one drafts one token alone."""
+    """The draft tokens of steps in which all sequences draft equally many, and of one with a single draft token."""
     return sorted({1, *(batch_size * size for size in SIZE_KNOTS)})
 
 
 def test_every_size_is_timed_at_every_batch_size_and_the_engine_writes_on(monkeypatch):
-    for limit in ("MAX_SLOWDOWN", "MAX_SECONDS"):  # a busy machine passes both by chance
+    for limit in ("MAX_SLOWDOWN", "MAX_SECONDS"):  # a busy machine may exceed both
         monkeypatch.setattr(measuring, limit, np.inf)
     engine = tiny_engine(MODEL, batch_size=6)
     step_cost = measure_step_cost(engine, None, TEXT_SOURCES, [1, 2, 4, 6])
@@ -72,7 +72,7 @@ def test_every_size_is_timed_at_every_batch_size_and_the_engine_writes_on(monkey
     for batch_size in step_cost.batch_sizes:
         seconds = step_cost.seconds(batch_size, batch_size * (1 + np.array(SIZE_KNOTS)))
         assert (np.diff(seconds) >= 0).all()
-    draft = step_cost.draft  # of a single round noise may put all of it into one of the terms
+    draft = step_cost.draft  # noise of a single round may put all of the cost into one term
     assert draft.seconds_per_step + draft.seconds + draft.seconds_per_token > 0
     assert engine.cache.num_live_rows == 0
     prompts = tiny_prompts(5)
@@ -97,13 +97,13 @@ def test_no_prompt_is_computed_where_a_context_is_timed(monkeypatch):
         return step
 
     monkeypatch.setattr(Engine, "submit_step", submitted)
-    monkeypatch.setattr(kv_cache, "GROWTH_STEP", 1)  # so that a new cache holds few tokens, as of larger models
+    monkeypatch.setattr(kv_cache, "GROWTH_STEP", 1)  # so that a new cache holds few tokens, like a large model's
     measuring._context_seconds(tiny_engine(MODEL, batch_size=6), 6, measuring._ROUND[0])
     assert set(num_tokens) == {6}
 
 
 def test_prompts_of_a_large_vocabulary_are_drawn_at_once():
-    """A GPU measures with a prompt for each text of its batch, four times over."""
+    """A GPU draws a prompt for each text of its batch, four times."""
     engine, began_s = SimpleNamespace(vocab_size=128_256, end_ids=(2, 128_009)), time.process_time()
     prompts = [measuring.random_tokens(engine, 64, seed) for seed in range(100)]
     assert time.process_time() - began_s < 1.0, "the vocabulary is sorted for each of them"
@@ -123,7 +123,7 @@ def test_half_of_every_tree_is_accepted(batch_size, monkeypatch):
 
     watch(steps._engine, note)
     steps.take_rounds()
-    # Some end early, where the model would end the text; more than half is never accepted.
+    # Some drafts are cut by the end of a text; never is more than half of a draft accepted.
     assert {size: max(num_written[size]) for size in (2, 4, 8, 16)} == {2: 2, 4: 3, 8: 5, 16: 9}
 
 
@@ -131,7 +131,7 @@ def test_half_of_every_tree_is_accepted(batch_size, monkeypatch):
 def test_on_cuda_the_first_of_two_steps_warms_up(device, least, most, monkeypatch):
     monkeypatch.setattr(measuring, "MAX_ROUNDS", 3)
     monkeypatch.setattr(measuring, "SECONDS", 60.0)
-    monkeypatch.setattr(measuring, "MAX_SLOWDOWN", np.inf)  # no size is left out, however busy the machine is
+    monkeypatch.setattr(measuring, "MAX_SLOWDOWN", np.inf)  # so that no size is left out on a busy machine
     steps = timed_steps(1)
     monkeypatch.setattr(steps._engine, "device", torch.device(device))
     num_steps = Counter()
@@ -139,7 +139,7 @@ def test_on_cuda_the_first_of_two_steps_warms_up(device, least, most, monkeypatc
     steps.take_rounds()
     num_timed = {drafts: len(seconds) for drafts, seconds in steps.seconds.items()}
     assert num_timed == dict.fromkeys(measuring._ROUND, 3)
-    assert all(least <= num_steps[size] <= most for size in SIZE_KNOTS[2:]), num_steps  # those that no prompt needs
+    assert all(least <= num_steps[size] <= most for size in SIZE_KNOTS[2:]), num_steps  # sizes without prompts
 
 
 def test_when_time_is_up_the_largest_batch_is_timed_alone(monkeypatch):
@@ -155,7 +155,7 @@ def test_an_engine_that_cannot_write_the_texts_says_why():
 
 
 def test_a_busy_machine_does_not_make_drafts_look_dear(monkeypatch):
-    """Half of the time passes while something else has the core; a step computes for as long as it has tokens."""
+    """Half of the steps take ten times as long because of other processes; the compute time grows with their tokens."""
     computed_s, passed_s = [0.0], [0.0]
     busy = np.random.default_rng(0)
     submit_step = Engine.submit_step
@@ -181,7 +181,7 @@ def test_what_context_adds_to_a_step_is_measured_and_taken_off_longer_ones(monke
     def submitted(engine, stream):
         lengths = [sequence.length for sequence in stream.scheduler.live]
         step = submit_step(engine, stream)
-        drafted = step.num_tokens / len(lengths) - 1 if lengths else 0  # of each text
+        drafted = step.num_tokens / len(lengths) - 1 if lengths else 0  # draft tokens of each text
         computed_s[0] += 1 + step.num_tokens / 1000 + sum(lengths) * (1 / 500 + drafted / 4000)
         return step
 
@@ -206,13 +206,13 @@ def test_drafting_is_timed_with_the_pool(tmp_path):
     engine = tiny_engine(MODEL)
     pool = pool_of_random_texts(tmp_path / "pool")
     draft = measure_step_cost(engine, pool, TEXT_SOURCES, [1]).draft
-    assert max(vars(draft).values()) > 0  # which of them is left to chance where other processes disturb the clock
+    assert max(vars(draft).values()) > 0  # noise may decide which of the terms is above 0
     assert measure_step_cost(engine, pool, (), [1]).draft == DraftCost()
 
 
 @pytest.mark.parametrize("has_pool", [False, True])
 def test_drafting_is_timed_as_the_engine_drafts_one_call_for_all(tmp_path, monkeypatch, has_pool):
-    """The clock is a drafter's: 5 a call, 3 a sequence and 2 a token, and that is what comes out."""
+    """The drafter's clock counts 5 for a call, 3 for a sequence and 2 for a token, and the fit finds these values."""
     now_s, calls = [0.0], []
     draft_all = measuring.RetrievalDrafter.draft_all
 
@@ -242,9 +242,9 @@ def test_a_cost_is_kept_for_the_same_machine_and_model(tmp_path):
     assert read_step_cost(cache.path) == first  # as `decoding.step_cost` is read
     others = [
         StepCostCache(tmp_path, engine, 1000),
-        StepCostCache(tmp_path, engine, 1_000_000),  # a draft takes longer from a larger pool
+        StepCostCache(tmp_path, engine, 1_000_000),  # drafting from a larger pool takes longer
         StepCostCache(tmp_path, tiny_engine(MODEL, batch_size=3), 0),
-        StepCostCache(tmp_path, engine, 0, num_workers=2),  # two side by side are slower than one
+        StepCostCache(tmp_path, engine, 0, num_workers=2),  # two workers that share a machine are slower
     ]
     assert len({cache.path, *(other.path for other in others)}) == 5
     assert StepCostCache(tmp_path, engine, 1001).path == others[0].path

@@ -1,4 +1,4 @@
-"""Step costs: read, interpolated, refused with what to do."""
+"""Step costs: reading, interpolation, and refusals with advice."""
 
 import json
 
@@ -89,7 +89,7 @@ def test_steps_of_longer_texts_cost_what_their_context_adds():
     cost = StepCost(steps=points, context_tokens=50, seconds_per_context_token=0.001)
     assert cost.at_context(150).seconds(4, np.array([4, 8])).tolist() == pytest.approx([0.16 + 0.4, 0.32 + 0.4])
     assert cost.at_context(150).at_context(50).seconds(4, np.array([8]))[0] == pytest.approx(0.32)
-    assert cost.at_context(0).seconds(2, np.array([4]))[0] == pytest.approx(0.008)  # never less than a tenth
+    assert cost.at_context(0).seconds(2, np.array([4]))[0] == pytest.approx(0.008)  # never below a tenth of it
     between = cost.seconds_between(3, np.array([0, 3]), 150)
     assert between.tolist() == pytest.approx((cost.seconds_between(3, np.array([0, 3])) + 0.3).tolist())
     without = StepCost(steps=points)
