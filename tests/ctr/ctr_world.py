@@ -1,7 +1,7 @@
-"""A small world with a planted taste: what decides a rating is in the knowledge vectors, only partly in the columns.
+"""A small world in which knowledge vectors explain ratings better than columns do.
 
-Items have a category (a column) and a mood (no column). Users like categories and moods. The vector of a user is his
-taste, of an item what it is, both turned by one random rotation and blurred.
+Items have a category (a column) and a mood (no column), and users like categories and moods. A user's vector encodes
+the user's taste, an item's vector its category and mood; both are rotated by one random rotation, with noise.
 """
 
 import datetime
@@ -21,7 +21,7 @@ DAY_US = 86_400_000_000
 
 @dataclass(frozen=True)
 class World:
-    """Input tables, as training takes them, and the vectors that an oracle would write."""
+    """Input tables for training, and the knowledge vectors that an oracle would write."""
 
     users: pa.Table
     items: pa.Table
@@ -44,7 +44,7 @@ def make_world(
     activity[:num_cold] = 0.0
     num_late = num_interactions // 5
     early_users = rng.choice(num_users, size=num_interactions - num_late, p=activity / activity.sum())
-    activity[:num_cold] = np.median(activity[num_cold:])  # cold users wake up after the date
+    activity[:num_cold] = np.median(activity[num_cold:])  # cold users become active after the date
     late_users = rng.choice(num_users, size=num_late, p=activity / activity.sum())
     users = np.concatenate([early_users, late_users])
     items = rng.integers(num_items, size=len(users))

@@ -1,4 +1,4 @@
-"""Each way of using texts against its paper's equations, written out slowly; and that it helps where it must."""
+"""Each way of using texts, compared with slow versions of its paper's equations; and its gain where texts must help."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ NUM_USERS, NUM_ITEMS, DIM = 9, 7, 6
 
 
 def make(name, seed=0):
-    """An adaptor of random vectors; user 3 and item 3 have no text."""
+    """An adaptor of random vectors. User 3 and item 3 have no text."""
     torch.manual_seed(seed)
     vectors = [np.random.default_rng(side).normal(size=(n, DIM)).astype(np.float32) for side, n in enumerate((9, 7))]
     for of_side in vectors:
@@ -74,7 +74,7 @@ def test_once_pools_liked_items_texts_by_attention_and_fuses_them_with_interests
     module, users, items = make("once")
 
     def slow(user, liked):
-        h = [module.of_content(items[number]) for number in liked if number != 3]  # 3 has no text
+        h = [module.of_content(items[number]) for number in liked if number != 3]  # item 3 has no text
         scores = torch.stack([module.query(torch.tanh(module.attention(texts))) for texts in h])
         pooled = (torch.softmax(scores, dim=0) * torch.stack(h)).sum(dim=0)
         return module.fusion(torch.cat([pooled, module.of_interests(users[user])]))
@@ -83,19 +83,19 @@ def test_once_pools_liked_items_texts_by_attention_and_fuses_them_with_interests
     out = module(batch([8, 5], [1, 2], [[2, 0], [1, 3, 4, 4, 6]]))
     assert torch.allclose(out[1], torch.cat([user, item, user * item]), atol=1e-6)
     nothing = module.fusion(torch.cat([torch.zeros(32), module.of_interests(users[5])]))
-    for history in ([], [3]):  # nothing liked, or nothing with a text
+    for history in ([], [3]):  # no liked item, or none with a text
         assert torch.allclose(module(batch([5], [2], [history]))[0, :32], nothing, atol=1e-6)
 
 
 def test_trawl_pairs_items_with_those_that_most_of_their_users_liked():
     users = np.array([0, 0, 0, 1, 1, 1, 2, 2, 2, 2])
-    items = np.array([4, 5, 6, 4, 5, 5, 4, 6, 5, 9])  # 4 and 5 by three, 6 beside them by two, 9 by one
+    items = np.array([4, 5, 6, 4, 5, 5, 4, 6, 5, 9])  # three like 4 and 5, two of them 6, one 9
     left, right = items_liked_together(users, items)
     assert {item: right[left == item].tolist() for item in (4, 5, 6, 9)} == {
         4: [5, 6, 9], 5: [4, 6, 9], 6: [4, 5, 9], 9: [4, 5, 6],
     }  # fmt: skip
     left, right = items_liked_together(np.zeros(99, np.int64), np.arange(99))
-    assert left.min() == 99 - MAX_POSITIVES  # the newest
+    assert left.min() == 99 - MAX_POSITIVES  # the newest items
     assert np.bincount(left)[left.min() :].tolist() == [NUM_NEIGHBOURS] * MAX_POSITIVES
 
 
@@ -109,14 +109,14 @@ def test_info_nce_takes_the_same_item_for_no_negative():
 
 
 def two_tastes():
-    """Who likes what, where users of odd numbers like items of odd numbers; texts say it in one of six values."""
+    """Interactions in which odd users like odd items; texts show it in one of six values."""
     rng = np.random.default_rng(3)
     sizes = 60, 40
     vectors = [rng.normal(size=(n, DIM)).astype(np.float32) for n in sizes]
     for of_side in vectors:
         of_side[:, 0] = np.where(np.arange(len(of_side)) % 2, 0.7, -0.7)
-    users = np.repeat(np.arange(50), 6)  # the last ten never liked anything
-    items = 2 * rng.integers(0, 16, size=len(users)) + users % 2  # nor was 32 and up
+    users = np.repeat(np.arange(50), 6)  # the last ten users have no interactions
+    items = 2 * rng.integers(0, 16, size=len(users)) + users % 2  # nor have items from 32 on
     ids = [Field("id", np.arange(2, 2 + n)[:, None], 2 + n) for n in sizes]
     for field, known in zip(ids, (50, 32), strict=True):
         field.codes[known:] = 1
@@ -141,7 +141,7 @@ def test_what_is_learned_of_behaviour_brings_tastes_together_also_of_new_entitie
     for known, margin in ((scores[:50, :32], is_same[:50, :32]), (scores[50:, 32:], is_same[50:, 32:])):
         assert roc_auc_score(margin.flatten(), known.flatten()) > 0.75
     text = torch.from_numpy(vectors[0]) @ torch.from_numpy(vectors[1]).T
-    assert roc_auc_score(is_same[50:, 32:].flatten(), text[50:, 32:].flatten()) < 0.7  # as they are, texts say less
+    assert roc_auc_score(is_same[50:, 32:].flatten(), text[50:, 32:].flatten()) < 0.7  # raw texts predict less
     for module in (rlmrec, trawl):
         monkeypatch.setattr(module, "NUM_STEPS", 5)
     first, again, other = (learned(seed).state_dict() for seed in (0, 0, 1))
@@ -150,7 +150,7 @@ def test_what_is_learned_of_behaviour_brings_tastes_together_also_of_new_entitie
 
 
 def test_rlmrecs_gradient_of_a_step_is_that_of_the_graph_written_densely():
-    """The propagation is left out of the backward pass, as it is its own gradient's; autograd through it agrees."""
+    """Propagation is left out of the backward pass, since it is its own gradient; autograd through it agrees."""
     users, items = torch.tensor([0, 0, 1, 2]), torch.tensor([0, 1, 1, 2])
     adjacency = normalised_adjacency(users, items, 3, 3)
     layer_0, token = torch.randn(6, 4, requires_grad=True), torch.zeros(4, requires_grad=True)
@@ -188,7 +188,7 @@ def test_who_has_no_text_gets_a_learned_default(name):
     with torch.no_grad():
         module.default[1] = 7.0
     if name.startswith("rlmrec"):
-        module.fit_positives(torch.tensor([0, 1, 1]), torch.tensor([2, 2, 4]))  # before that, texts say nothing
+        module.fit_positives(torch.tensor([0, 1, 1]), torch.tensor([2, 2, 4]))  # before that, texts have no effect
     out = module(batch([5, 5], [3, 2]))
     of_item = slice(module.default.shape[1], 2 * module.default.shape[1])
     assert out.shape == (2, module.out_dim) and (out[0, of_item] == 7).all() and (out[1, of_item] != 7).all()

@@ -1,4 +1,4 @@
-"""The CTR table end to end: knowledge helps where it was planted to, and the same seed gives the same table."""
+"""The CTR table end to end: planted knowledge helps, and equal seeds give equal tables."""
 
 import dataclasses
 import json
@@ -44,7 +44,7 @@ def test_the_manifest_section_is_plain_json():
     assert len(section["rows"]) == 7 and len(section["seeds"]) == 12
     assert set(section["equivalence"]) == {"DIN", "LightGBM", "all"}
     assert section["equivalence"]["all"]["num_pairs"] == 4
-    assert len({row["auc"] for row in section["seeds"] if row["model"] == "DIN"}) == 4  # equal texts, equal models
+    assert len({row["auc"] for row in section["seeds"] if row["model"] == "DIN"}) == 4  # equal texts give equal models
 
 
 def test_the_margin_that_is_configured_decides_the_verdict():
@@ -119,7 +119,7 @@ def test_feature_files_are_read_and_their_version_checked(world, tmp_path):
     pq.write_table(features["user"].drop_columns("valid_from"), tmp_path / "user/00001.parquet")
     with pytest.raises(CtrError, match=r"user/00001.parquet has other columns than 00000.parquet in the same folder"):
         read_feature_set(tmp_path)
-    for side, table in features.items():  # of an earlier version
+    for side, table in features.items():  # the layout of an earlier version
         pq.write_table(table, tmp_path / f"{side}.parquet")
     assert all(table.equals(features[side]) for side, table in read_feature_set(tmp_path).items())
     metadata = {**features["user"].schema.metadata, b"laserbatch.version": b"99"}

@@ -1,4 +1,4 @@
-"""The CTR stage over a run's folder: which features it compares, and what it refuses."""
+"""The CTR stage on a run's folder: the features that it compares, and the input that it refuses."""
 
 import sys
 from types import SimpleNamespace
@@ -50,7 +50,7 @@ def test_a_run_is_compared_with_and_without_its_plain_texts(world, tmp_path, cap
 
 @pytest.fixture
 def night(world, tmp_path):
-    """A night of which nothing follows yet, as a stage sees it, upon three earlier runs; one of other settings."""
+    """A night as its CTR stage sees it, after three earlier runs, one of which has other settings."""
     workspace = Workspace.open(tmp_path / "workspace")
     for run_id in ("2025-02-20-00000001", "2025-03-01-00000001", "2025-03-02-00000002", "2025-03-08-00000001"):
         run = workspace.run(run_id)
@@ -73,7 +73,7 @@ def test_a_comparison_that_the_kernel_kills_stops_no_night_and_says_why(night, m
 def test_the_last_run_that_can_be_judged_stands_for_a_live_night_and_no_copy_of_tables_at_a_uri_is_left(
     night, tmp_path, monkeypatch, is_here
 ):
-    """Not in the process of its own, which `os._exit` ends; a copy that the night has is read, and stays."""
+    """The process that trains leaves no copy at its `os._exit`; a copy that the night has is read and not removed."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setenv("TMPDIR", str(scratch))
@@ -84,7 +84,7 @@ def test_the_last_run_that_can_be_judged_stands_for_a_live_night_and_no_copy_of_
     if is_here:
         before = [tables_folder(uri)]
         for file in (tmp_path / "tables").glob("*.parquet"):
-            file.unlink()  # so that a second copy could not be made
+            file.unlink()  # so that a second copy cannot be made
     figures = compare_night(night)
     assert (figures.judged_run_id, figures.judged_age_days) == ("2025-03-01-00000001", 7)
     assert {row.variant for row in figures.rows} == {"none", "relaxed"}

@@ -1,4 +1,4 @@
-"""What a row sees of before its moment equals the slow, obvious counts; and the log is read as it lies in files."""
+"""The data of a row from before its time, against slow, obvious counts; and logs in several files."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ def log_of(rows):
 
 
 def slow_row(log, user, item, time_us, max_history):
-    """Counts, rates and history of one row, from a look at every interaction."""
+    """Counts, rates and history of one row, by a scan over all interactions."""
     before = [row for row in range(len(log.users)) if log.times_us[row] < time_us]
     past = []
     for of_log, number in ((log.users, user), (log.items, item)):

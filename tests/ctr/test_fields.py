@@ -1,4 +1,4 @@
-"""Columns become codes by what training rows show, and by nothing else."""
+"""Columns are encoded by the training rows alone."""
 
 import numpy as np
 import pyarrow as pa
@@ -52,7 +52,7 @@ def test_numbers_fall_into_quantile_bins_of_the_trained():
 
 
 def test_whole_numbers_that_no_float_holds_exactly_are_numbers():
-    """Such as codes of articles and accounts that exporters write as integers."""
+    """For example article or account numbers that exporters write as integers."""
     assert fields_of({"account": pa.array([10**18 + 1, 5, 2**63 - 1])})["account"].codes.max() > NUM_RESERVED
 
 

@@ -1,4 +1,4 @@
-"""A trained model's folder: it scores as it did, says where it comes from, and survives what comes in between."""
+"""A trained model's folder: it reproduces its scores, names its origin, and survives interruptions."""
 
 import datetime
 import errno
@@ -45,7 +45,7 @@ def world():
 
 @pytest.fixture
 def night(world, tmp_path):
-    """A run with features of all users but one, and the tables that it read."""
+    """A run with features of all users but one, and its tables."""
     tables = tmp_path / "tables"
     tables.mkdir()
     for name, table in (("users", world.users), ("items", world.items), ("interactions", world.interactions)):
@@ -82,7 +82,7 @@ def test_a_model_is_judged_and_asked_again_as_when_it_was_trained(
     assert ("rows have users without features in the run" in caplog.text) == (features == "own")
     assert again == pytest.approx({name: metrics[name] for name in again}, abs=1e-6)
     data = build_dataset(world, AS_OF, SETTINGS)
-    test = world.interactions.take(pa.array(data.test))  # the world's rows are in the order of the data's
+    test = world.interactions.take(pa.array(data.test))  # rows of the world are in the order of the dataset's
     pairs = test.select(["item_id", "user_id", "timestamp"]).append_column("note", pa.array(["x"] * len(test)))
     order = np.random.default_rng(0).permutation(len(test))
     pq.write_table(pairs.take(pa.array(order)), tmp_path / "pairs.parquet")
@@ -92,13 +92,13 @@ def test_a_model_is_judged_and_asked_again_as_when_it_was_trained(
     assert scores.column_names == ["item_id", "user_id", "timestamp", "note", "score"]
     labels = (test["rating"].to_numpy() >= 4)[order]
     assert roc_auc_score(labels, scores["score"].to_numpy()) == pytest.approx(metrics["auc"], abs=1e-6)
-    if features == "none":  # milliseconds are recognised
+    if features == "none":  # milliseconds are recognised, too
         times = pa.array([int(time.timestamp() * 1000) for time in pairs["timestamp"].to_pylist()])
         in_ms = pairs.set_column(2, "timestamp", times).take(pa.array(order))
         pq.write_table(in_ms, tmp_path / "pairs.parquet")
         predict_pairs(tmp_path / "model", night, night.tables, tmp_path / "pairs.parquet", out)
         assert np.allclose(pq.read_table(out)["score"].to_numpy(), scores["score"].to_numpy())
-    pq.write_table(pairs.select(["user_id", "item_id"]), tmp_path / "pairs.parquet")  # as of all that is known
+    pq.write_table(pairs.select(["user_id", "item_id"]), tmp_path / "pairs.parquet")  # by all that is known
     predict_pairs(tmp_path / "model", night, night.tables, tmp_path / "pairs.parquet", out)
     assert not np.array_equal(pq.read_table(out)["score"].to_numpy(), scores["score"].to_numpy())
     assert "which the texts of run" not in caplog.text
@@ -134,7 +134,7 @@ def test_a_training_that_is_killed_goes_on_and_ends_with_the_same_bytes(night, t
         if path.is_file():
             assert path.read_bytes() == (tmp_path / "killed" / path.relative_to(tmp_path / "whole")).read_bytes(), path
     before = (tmp_path / "whole" / "model.safetensors").stat().st_mtime_ns
-    train(night, tmp_path / "whole")  # it is there: nothing is done again
+    train(night, tmp_path / "whole")  # it is complete, so nothing is trained again
     assert (tmp_path / "whole" / "model.safetensors").stat().st_mtime_ns == before
     with pytest.raises(CtrError, match="not from this training"):
         train(night, tmp_path / "whole", "din")
@@ -144,7 +144,7 @@ def test_a_model_names_its_tables_wherever_it_is_used(night, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     train_to_folder(night, "gbdt", "none", 0, "tables", SETTINGS, tmp_path / "model")
     assert trained_on(tmp_path / "model")["tables"] == str(tmp_path / "tables")
-    train(night, tmp_path / "model", "gbdt", "none")  # the same tables by another name: it is there
+    train(night, tmp_path / "model", "gbdt", "none")  # the same tables under another name, so nothing is trained again
 
 
 def test_pairs_are_read_as_a_log_is(night, tmp_path):
@@ -198,14 +198,14 @@ def test_a_folder_is_trained_into_by_one_process_at_a_time(night, tmp_path, monk
     work = tmp_path / ".model.unfinished"
     work.mkdir()
     descriptor = os.open(work, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)  # as another process has it
+    fcntl.flock(descriptor, fcntl.LOCK_EX)  # another process holds the lock
     with pytest.raises(CtrError, match=r"another process trains into .*model"):
         train(night, tmp_path / "model", "gbdt", "none")
     assert work.is_dir()
     os.close(descriptor)
     train(night, tmp_path / "model", "gbdt", "none")
     assert not work.exists()
-    train(night, tmp_path / "model", "gbdt", "none")  # it is there
+    train(night, tmp_path / "model", "gbdt", "none")  # it is complete
     assert not work.exists()
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")

@@ -1,4 +1,4 @@
-"""`ctr.history`: which texts a training row sees."""
+"""`ctr.history`: the texts that a training row sees."""
 
 import dataclasses
 import datetime
@@ -17,7 +17,7 @@ from laserbatch.ctr.settings import CtrSettings
 
 @dataclasses.dataclass
 class Planted:
-    """Versions of every entity of a table but the first, each from one day on: rows by entity, then by day."""
+    """Versions of all entities of a table but the first, each valid from a day on: rows by entity, then by day."""
 
     ids: pa.Array
     from_days: np.ndarray
@@ -68,7 +68,7 @@ def test_training_rows_see_what_is_older_than_they_and_the_others_the_runs_own(w
         assert np.array_equal(now[later], before[later])
         for old_field, field in zip(getattr(data, f"{side}_fields"), getattr(seen, f"{side}_fields"), strict=True):
             assert np.array_equal(field.codes[now], old_field.codes[before])
-    assert np.array_equal(of_side.vectors[data.liked], own.item.vectors[data.liked])  # histories have the run's own
+    assert np.array_equal(of_side.vectors[data.liked], own.item.vectors[data.liked])  # histories use the run's own
     for model in ("din", "gbdt"):
         chosen = settings.model_copy(update={"models": (model,), "num_seeds": 1, "max_epochs": 1})
         figures = train_ctr(world, {"relaxed": make_features(world)}, AS_OF, chosen, versions={"relaxed": versions})
@@ -85,4 +85,4 @@ def test_a_split_trains_on_what_follows_the_date_and_judges_what_follows_that(wo
     assert [len(part) / num_after for part in (data.train, data.validation, data.test)] == pytest.approx(
         [0.5, 0.15, 0.35], abs=0.02
     )
-    assert (data.starts[data.train] < data.ends[data.train]).any()  # what was before the date is history
+    assert (data.starts[data.train] < data.ends[data.train]).any()  # interactions before the date are history

@@ -1,4 +1,4 @@
-"""What is measured of predictions, and a verdict that says equivalent only where the interval allows it."""
+"""Metrics of predictions, and a verdict of equivalence only if the interval allows it."""
 
 import math
 
@@ -41,7 +41,7 @@ def test_cold_auc_needs_enough_rows_of_both_labels():
 
 
 def trainings(num_seeds=3, num_users=200, rows_each=10, seed=0, shift=0.0, noise=0.3):
-    """Labels, users, and scores of the candidate and the reference, (num_seeds, n): what they share, and their own."""
+    """Labels, users, and scores (num_seeds, n) of candidate and reference, with a shared part and noise of each."""
     rng = np.random.default_rng(seed)
     users = np.repeat(np.arange(num_users), rows_each)
     taste = rng.normal(size=len(users)) + 0.5 * rng.normal(size=num_users)[users]
@@ -65,7 +65,7 @@ def test_influence_gives_the_auc_of_resampled_users():
 
 
 def test_intervals_cover_the_truth_as_often_as_they_say():
-    """Worlds in which no text is better, each with users and seeds of its own: no difference is to be found."""
+    """In worlds without a difference, each with new users and seeds, the interval must contain 0."""
     num_covered = 0
     for seed in range(100):
         labels, users, candidate, reference = trainings(num_seeds=4, num_users=60, rows_each=6, seed=seed, noise=0.5)
@@ -107,7 +107,7 @@ def test_verdicts(options, margin, verdict):
 
 
 def test_a_handful_of_rows_whose_seeds_agree_by_chance_has_no_verdict():
-    """Both seeds differ by 0.25 and the users cancel each other: the estimated variance is zero."""
+    """Both seeds differ by 0.25, and the effects of users cancel out, so the estimated variance is zero."""
     labels, users = np.tile([1, 1, 0, 0], 2), np.repeat([0, 1], 4)
     reference = np.tile([4, 2, 3, 1], (2, 2))
     candidate = np.tile([4, 3, 2, 1], (2, 2))
@@ -116,7 +116,7 @@ def test_a_handful_of_rows_whose_seeds_agree_by_chance_has_no_verdict():
 
 
 def test_advice_says_what_would_have_been_enough():
-    """With so many seeds, or so many rows, the power is as wanted; with fewer it is not."""
+    """With the advised number of rows, the power is close to the wanted one; with fewer it is not."""
     labels, users, candidate, reference = trainings(noise=0.6)
     verdict = compare_paired({"DIN": pair(labels, users, candidate, reference)}, len(labels), 0.01)["all"]
     assert verdict.power < 0.8 and verdict.rows_needed > len(labels)

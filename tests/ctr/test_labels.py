@@ -1,4 +1,4 @@
-"""The label rule: what it takes for a positive, what it refuses; and negatives that nobody ever met."""
+"""The label rule: its positives, the data that it refuses; and negatives that no user has met."""
 
 import numpy as np
 import pyarrow as pa
@@ -55,7 +55,7 @@ def test_rows_without_a_label_are_left_out_unless_the_rule_asks_for_them(world, 
 def test_sampled_negatives_are_items_not_met_and_those_of_training_know_nothing_of_later_rows():
     rng = np.random.default_rng(0)
     users, items = rng.integers(400, size=2000, dtype=np.int32), rng.geometric(0.05, size=2000).astype(np.int32) % 60
-    items[:1000] %= 40  # twenty items come only after training
+    items[:1000] %= 40  # twenty items appear only after training
     rows, drawn = sample_negatives(users, items, 1000, 61, 3, seed=0)
     met = set(zip(users.tolist(), items.tolist(), strict=True))
     is_later = rows >= 1000

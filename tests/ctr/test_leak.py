@@ -1,4 +1,4 @@
-"""Nothing of the test period reaches training: a leak is planted, or the future changed, and a trace looked for."""
+"""Nothing of the test period reaches training: tests plant a leak or change the future, and look for traces."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ SETTINGS = CtrSettings(num_seeds=1, max_epochs=2)
 
 
 def with_other_future(world, part, data):
-    """The same world with other ratings, users and items in one part of the split."""
+    """The same world with other ratings, users and items in the rows of one part of the split."""
     rows = getattr(data, part)
     rng = np.random.default_rng(1)
     ratings = world.interactions["rating"].to_numpy().copy()
@@ -36,7 +36,7 @@ def with_other_future(world, part, data):
 
 
 def trace(world, features):
-    """Everything that training is made of."""
+    """The bytes of all arrays that training reads."""
     data = build_dataset(world, AS_OF, SETTINGS)
     arrays = [array[data.train] for array in (data.users, data.items, data.past, data.labels, data.times_us)]
     arrays += [data.liked[data.starts[row] : data.ends[row]] for row in data.train]
@@ -57,7 +57,7 @@ def test_changing_everything_after_the_date_leaves_training_byte_identical(world
 
 
 def test_new_entities_of_the_future_leave_training_byte_identical(world):
-    """Users and items that appear only after the date add rows behind the others, and no category, bin or basis."""
+    """Users and items that appear after the date add rows at the end, and no category, bin or basis."""
     before = build_dataset(world, AS_OF, SETTINGS)
     new_item = pa.table(
         {"item_id": ["new"], "title": ["New"], "path": [["all", "a kind of the future"]], "is_new": [True]}

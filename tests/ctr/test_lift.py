@@ -1,4 +1,4 @@
-"""Several ways of asking, judged on the same rows: each with its own encoder and use of texts, none trained once."""
+"""Several ways of prompting on the same rows, each with its own encoder and use of texts; "none" is trained once."""
 
 import pyarrow as pa
 import pytest
@@ -18,7 +18,7 @@ def world():
 
 
 def narrower(features, dim):
-    """The same features as of an encoder of another width."""
+    """Features cut to `dim` dimensions, like those of another encoder."""
     narrow = {}
     for side, table in features.items():
         flat = table["vector"].combine_chunks().flatten().to_numpy().reshape(table.num_rows, -1)[:, :dim]
@@ -33,7 +33,7 @@ def test_each_way_has_its_own_width_and_is_judged_against_none_and_each_other(wo
     ways = {"useful": Way(useful, SETTINGS), "noise": Way(noise, SETTINGS.model_copy(update={"vector_dim": 4}))}
     fitted = []
     lifts = train_ways(world, ways, AS_OF, fitted.append)
-    assert len(fitted) == num_trainings(ways) == 6  # none once: it sees no vectors
+    assert len(fitted) == num_trainings(ways) == 6  # "none" is trained once, since it sees no vectors
     assert lifts.ways["useful"].over_none["all"].verdict == "better"
     assert lifts.ways["noise"].over_none["LightGBM"].verdict != "better"
     assert lifts.between["useful", "noise"].verdict == "better" and lifts.between["noise", "useful"].verdict == "worse"
@@ -50,4 +50,4 @@ def test_ways_that_would_be_judged_on_other_rows_are_refused_by_key(world):
         with pytest.raises(CtrError, match=rf"ctr\.{next(iter(changed))} "):
             train_ways(world, ways, AS_OF)
     other = {"a": Way(features, SETTINGS), "b": Way(features, SETTINGS.model_copy(update={"max_history": 5}))}
-    assert num_trainings(other) == 8  # none is another model there
+    assert num_trainings(other) == 8  # here the two "none" models differ

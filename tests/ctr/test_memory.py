@@ -1,4 +1,4 @@
-"""What a training takes for each row of its log, from Parquet files to weights."""
+"""The memory that training takes for each row of its log, from Parquet files to weights."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 FEW_ROWS, NUM_ROWS = 70_000, 320_000
-MAX_BYTES = 200  # a row, at the peak, while rows are sorted; 55 of them stay
+MAX_BYTES = 200  # per row, at the peak, while rows are sorted; 55 of them stay
 
 TRAINING = f"""
 import datetime, sys

@@ -1,4 +1,4 @@
-"""Each model against its paper's equations, written out slowly; and what they share."""
+"""Each model against its paper's equations, written out slowly; and the parts that models share."""
 
 import numpy as np
 import pytest
@@ -65,14 +65,14 @@ def test_entity_embedding_is_the_mean_over_a_bag_and_zero_for_padding():
     fields = (Field("id", np.array([[2], [1]]), 3), Field("tags", np.array([[2, 3], [3, 0]]), 4))
     module = EntityEmbedding(fields, 4)
     table = module.embedding.weight
-    # Rows: 0 absent; the first field's codes 1, 2 are rows 1, 2; the second's 1, 2, 3 are rows 3, 4, 5.
+    # Rows: 0 is absent; codes 1, 2 of the first field are rows 1, 2; codes 1, 2, 3 of the second are rows 3, 4, 5.
     assert torch.allclose(module(torch.tensor([0]))[0], torch.cat([table[2], (table[4] + table[5]) / 2]))
     assert torch.allclose(module(torch.tensor([1]))[0], torch.cat([table[1], table[5]]))
 
 
 def test_items_of_a_batch_are_found_among_its_distinct_ones(data):
     rows = RowTensors(data, torch.device("cpu"))
-    for size in (1, 2, 4 * data.num_items):  # few rows have fewer items than there are, many all of them
+    for size in (1, 2, 4 * data.num_items):  # few rows have fewer distinct items than the catalogue, many have all
         numbers = data.train[-size:]
         batch = rows.batch(torch.from_numpy(numbers).long())
         assert batch.distinct[batch.items].tolist() == data.items[numbers].tolist()
@@ -90,7 +90,7 @@ def test_a_prediction_does_not_depend_on_its_batch(model, data, knowledge):
 
 
 def test_attention_sums_over_each_rows_own_history(data):
-    """Eq. 3, row by row: v_U = sum_j a(e_j, v_A) e_j; a row without history has none."""
+    """Eq. 3, row by row: v_U = sum_j a(e_j, v_A) e_j; it is 0 for a row without history."""
     network = build_network("din", data, None, SETTINGS, seed=0).eval()
     seen = {}
     network.mlp.register_forward_pre_hook(lambda module, inputs: seen.update(row=inputs[0]))

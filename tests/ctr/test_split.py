@@ -1,4 +1,4 @@
-"""The split goes by time, and refuses what cannot be judged."""
+"""The split is by time, and data that leave nothing to judge are refused."""
 
 import datetime
 

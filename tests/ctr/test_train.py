@@ -1,4 +1,4 @@
-"""Training: it stops, gives back the best epoch's weights, and has sparse steps."""
+"""Training stops early, returns the weights of the best epoch, and takes sparse steps."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ def data(world):
 
 @pytest.fixture(scope="module")
 def small():
-    """A world for the pretended device, on which each operation takes long."""
+    """A world small enough for the pretended device, which is slow."""
     return make_world(num_users=60, num_items=40, num_interactions=900, num_cold=10)
 
 
@@ -93,7 +93,7 @@ def test_networks_are_trained_on_a_device(name, small_data, a_device):
 
 
 def test_din_without_fields_of_several_values_is_trained_on_a_device(small_data, a_device):
-    """Its item embeddings are float32 under autocast, and the weights of the history bfloat16."""
+    """Under autocast its item embeddings are float32, and the weights of the history bfloat16."""
     single = tuple(field for field in small_data.item_fields if field.codes.shape[1] == 1)
     network = build_network("din", dataclasses.replace(small_data, item_fields=single), None, SETTINGS, seed=0)
     assert not network.inputs.item_embedding.has_bags
