@@ -1,4 +1,4 @@
-"""The encoder: a text's vector is its own, the weights are the pinned ones, and what is missing is named."""
+"""The encoder: vectors do not depend on other texts, weights are pinned, and missing files are named."""
 
 import importlib.util
 import shutil
@@ -55,7 +55,7 @@ def test_a_long_text_is_cut_and_counted(tiny_encoder):
     encoding = encoder.encode(["quiet", longer, other_end, longer])
     assert encoding.num_truncated == 3
     assert np.array_equal(encoding.vectors[1], encoding.vectors[2])
-    assert load(tiny_encoder).encode(["a " * 100]).num_truncated == 1  # the encoder's own 64
+    assert load(tiny_encoder).encode(["a " * 100]).num_truncated == 1  # the limit of the encoder itself, 64
 
 
 def test_special_tokens_in_a_text_are_text(tiny_encoder):

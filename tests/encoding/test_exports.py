@@ -1,4 +1,4 @@
-"""Features in others' layouts, read again as they read them."""
+"""Features exported in other libraries' layouts, and read as those libraries do."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The memory that matching texts with earlier features takes, watched in a process of its own."""
+"""The memory for matching texts with earlier features, measured in a separate process."""
 
 import subprocess
 import sys

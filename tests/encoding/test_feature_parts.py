@@ -1,4 +1,4 @@
-"""Features in several files: where they begin, which are taken over whole, and what is read of earlier layouts."""
+"""Feature tables in several files: their ranges, files that are shared with the earlier run, and earlier layouts."""
 
 import datetime
 import json
@@ -40,7 +40,7 @@ class World:
         self.texts = {f"u{number:02}": (WORDS[number % 8] + f" {WORDS[number % 3]}", "1") for number in range(20)}
 
     def planned(self, day):
-        """A run with the texts of now, in two files."""
+        """A run with the current texts, in two files."""
         run = RunFolder(self.folder / f"2025-03-0{day}-0123abcd")
         ids = sorted(self.texts, reverse=True)
         table = knowledge_of(ids, [self.texts[key][0] for key in ids])
@@ -75,7 +75,7 @@ def files_of(run):
 
 
 def linked(new, old):
-    """Names of files that are the same file in both runs."""
+    """The names of files that both runs share."""
     paths = [[run.features_folder("user") / name for run in (new, old)] for name in sorted(files_of(new))]
     return [new_path.name for new_path, old_path in paths if old_path.exists() and new_path.samefile(old_path)]
 
@@ -84,7 +84,7 @@ def test_files_in_which_nothing_changed_are_taken_over_and_others_keep_their_ran
     first, figures = world.night(1)
     assert [part.num_rows for part in figures.parts] == [4] * 5 and figures.num_rows == 20
     world.texts |= {"u05": ("sea", "2"), "u09b": ("loud", "2")}
-    del world.texts["u10"]  # a file with as many rows as before, but another
+    del world.texts["u10"]  # so another file with as many rows
     second, figures = world.night(2)
     assert [part.num_rows for part in figures.parts] == [4] * 5 and figures.num_encoded == 2
     assert linked(second, first) == ["00000.parquet", "00003.parquet", "00004.parquet"]
@@ -171,7 +171,7 @@ def test_codes_and_centroids_that_were_written_again_are_not_taken_over(world, c
     place = rows.schema.get_field_index("cluster_id")
     write_parquet(rows.set_column(place, rows.schema.field(place), pa.array([9] * len(rows), pa.int32())), path)
     for number, user in enumerate(rows["user_id"].to_pylist()):
-        world.texts[user] = (world.texts[user][0], f"anew {number}")  # no row of the file is used, but its codes are
+        world.texts[user] = (world.texts[user][0], f"anew {number}")  # no row of the file is reused, but its codes are
     run, _ = world.night(2)
     assert 9 not in read_parquet(run.features_path("user"))["cluster_id"].to_pylist()
     assert f"{path} is damaged or was changed" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Feature tables: the ids as they went in, sorted, with vectors, clusters and provenance; the same bytes each time."""
+"""Feature tables: unchanged ids in order, with vectors, clusters and provenance; and equal bytes for equal input."""
 
 import datetime
 import os
@@ -54,7 +54,7 @@ def test_of_an_answer_without_the_chosen_fields_the_whole_text_is_encoded(tmp_pa
 
 
 def written(knowledge, side, encoder, folder, settings=None):
-    """The feature table of some knowledge."""
+    """Write and read the feature table of a knowledge table."""
     run = RunFolder(folder)
     write_parquet(knowledge, run.knowledge_folder(side) / "00000.parquet")
     local = LocalEncoder(lambda: encoder)
@@ -108,7 +108,7 @@ def test_clusters_are_seeded_and_never_more_than_vectors():
     assert len(fit_centroids(np.ones((5, 3), np.float32))) == 1
     assert fit_centroids(np.zeros((0, 3), np.float32)).shape == (0, 3)
     assert nearest_centroids(np.zeros((0, 3), np.float32), centroids).shape == (0,)
-    assert len(fit_centroids(np.repeat(vectors, 101, axis=0), 4)) == 4  # by mini-batches
+    assert len(fit_centroids(np.repeat(vectors, 101, axis=0), 4)) == 4  # with mini-batches
 
 
 def test_a_file_that_is_no_codebook_is_refused(tmp_path):
@@ -134,7 +134,7 @@ def test_a_codebook_follows_its_vectors_a_little_and_grows_where_they_are_far():
     assert len(far.levels[0].centroids) == 5
     assert np.array_equal(far.codes(first)[:, 0], codes[:, 0]) and (far.codes(centres[4:])[:, 0] == 4).all()
     few = followed(fit_codebook(first[:2], 4, seed=3), first, 4, seed=3)
-    assert len(few.levels[0].centroids) == 4  # fitted on few vectors, so there was room
+    assert len(few.levels[0].centroids) == 4  # few vectors were fitted, so a centroid could be added
     assert len(followed(fit_codebook(first[:0], 4, 3), first, 4, seed=3).levels[0].centroids) == 4
 
 
@@ -148,7 +148,7 @@ def test_equal_vectors_keep_their_codes_wherever_centroids_go_and_plain_texts_sh
         for key in list(texts)[night::4] if night else []:
             texts[key] = " ".join(rng.choice(words, 9))
         table = knowledge_of(list(texts), list(texts.values()))
-        fingerprints = pa.array([f"{night}{key}" for key in texts])  # all are asked for anew
+        fingerprints = pa.array([f"{night}{key}" for key in texts])  # all entities have new fingerprints
         table = table.set_column(table.schema.get_field_index("fingerprint"), "fingerprint", fingerprints)
         write_parquet(table, run.root / "knowledge/user/00000.parquet")
         write_parquet(table, run.plain.root / "knowledge/user/00000.parquet")
@@ -177,7 +177,7 @@ def codes_in(row):
 
 def test_a_run_is_encoded_side_by_side_and_again_to_the_same_bytes(tiny_encoder, tmp_path, capsys):
     settings = EncodingSettings(encoder=tiny_encoder, num_clusters=2)
-    # Ids as in the tables, shards in any order.
+    # Ids have the type of the tables; shards are in any order.
     write_parquet(knowledge_of(["u2", "u1"], ["quiet", "a " * 90]), tmp_path / "knowledge/user/00000.parquet")
     write_parquet(knowledge_of(["u0"], ["loud"]), tmp_path / "knowledge/user/carried.parquet")
     section = encode_run(tmp_path, settings)
@@ -216,15 +216,15 @@ def test_vectors_and_clusters_of_carried_over_texts_are_taken_over_and_equal_enc
     write_parquet(knowledge_of(["u3"], ["a storm"]), new.root / "knowledge/user/00000.parquet")
     before, taken_over = table_of(old), encode_run(new.root, settings, previous=old)
     tonight = table_of(new)
-    assert {key: tonight[key] for key in before} == before  # cluster ids too
+    assert {key: tonight[key] for key in before} == before  # including cluster ids
     again = encode_run(new.root, settings)
     assert (taken_over["user"].num_encoded, again["user"].num_encoded) == (1, 3)
     assert {key: row["vector"] for key, row in table_of(new).items()} == {k: r["vector"] for k, r in tonight.items()}
-    manifest.origin.settings["encoding"] = {"max_text_tokens": 3}  # vectors of texts that were cut there are others
+    manifest.origin.settings["encoding"] = {"max_text_tokens": 3}  # texts were cut there, so vectors differ
     manifest.save()
     assert encode_run(new.root, settings, previous=old)["user"].num_encoded == 3
     manifest.origin.settings["encoding"] = {"max_text_tokens": settings.max_text_tokens}
-    manifest.features["user"] = replace(manifest.features["user"], fields=("taste",))  # of a part of answers
+    manifest.features["user"] = replace(manifest.features["user"], fields=("taste",))  # a part of answers
     manifest.save()
     assert encode_run(new.root, settings, previous=old)["user"].num_encoded == 3
     manifest.features["user"] = replace(manifest.features["user"], fields=())
@@ -282,7 +282,7 @@ def test_a_table_of_another_kind_is_named():
 
 @pytest.mark.parametrize("rows_at_once", [3, 100])
 def test_vectors_stream_past_row_groups_and_equal_encoding_all_again(tiny_encoder, tmp_path, monkeypatch, rows_at_once):
-    """Of a side of any size: some texts are as before, some new, some gone, in files of any order."""
+    """Files in any order, with unchanged, new and removed texts, and more rows than are read at once."""
     monkeypatch.setattr("laserbatch.pipeline.encoding.codebook_file.MAX_FITTED_ROWS", 10)
     monkeypatch.setattr("laserbatch.pipeline.encoding.features.ROW_GROUP_ROWS", rows_at_once)
     monkeypatch.setattr("laserbatch.pipeline.encoding.codebook.MAX_FULL_KMEANS_ROWS", 4)
@@ -296,7 +296,7 @@ def test_vectors_stream_past_row_groups_and_equal_encoding_all_again(tiny_encode
     manifest.save()
     write_parquet(knowledge_of(ids, texts), new.root / "knowledge/user/carried.parquet")
     assert encode_run(new.root, settings, previous=old) == replaced(manifest.features, num_encoded=0)
-    for name in ("user/00000.parquet", "user-centroids.parquet"):  # nothing is there to be written
+    for name in ("user/00000.parquet", "user-centroids.parquet"):  # nothing changed, so nothing is written
         assert (new.root / "features" / name).samefile(old.root / "features" / name)
     changed = knowledge_of(ids, texts).take([19, *range(0, 17, 2), 5])
     changed = changed.set_column(3, "fingerprint", pa.array(["other", *changed["fingerprint"].to_pylist()[1:]]))

@@ -1,4 +1,4 @@
-"""Encoding by tasks of a Ray cluster: the bytes that encoding here gives, whatever dies, and each part once."""
+"""Encoding by tasks of a Ray cluster gives the same bytes as local encoding, whatever dies, each part once."""
 
 import datetime
 import os
@@ -44,7 +44,7 @@ def files_of(run: RunFolder) -> dict[str, bytes]:
 
 
 def write_texts(folder: Path, num_files: int = 3, num_rows: int = 7) -> RunFolder:
-    """Texts of users in several files, whose ids come in no order; one text is cut."""
+    """Texts of users in several files, with unordered ids; one text is cut."""
     rng = np.random.default_rng(0)
     for number in range(num_files):
         ids = [f"u{key:02}" for key in rng.permutation(num_rows) * num_files + number]
@@ -56,7 +56,7 @@ def write_texts(folder: Path, num_files: int = 3, num_rows: int = 7) -> RunFolde
 
 
 def replace_texts(run: RunFolder, num_rows: int) -> None:
-    """Other prompts, and so other texts, of some users of the first file."""
+    """Give the first `num_rows` rows of the first file new fingerprints."""
     path = run.knowledge_folder("user") / "00000.parquet"
     table = read_parquet(path)
     fingerprints = [f"other{value}" for value in table["fingerprint"].to_pylist()[:num_rows]]
@@ -73,7 +73,7 @@ def cluster():
 
 @pytest.fixture
 def start_cluster(cluster, monkeypatch):
-    """For `encode_run`; as few texts as tests have go to the cluster, and two threads would wait for each other."""
+    """The cluster for `encode_run`, for as few texts as tests have; one thread, since two would wait for each other."""
     monkeypatch.setattr(encoding, "MIN_TEXTS", 2)
     for name in ("MIN_PART", "PARTS_A_WORKER"):
         monkeypatch.setattr(encoding, name, 5)
@@ -93,7 +93,7 @@ def test_features_are_those_of_encoding_here_though_a_task_dies_and_a_night_is_k
     calls.mkdir()
 
     def noted(part, *arguments):
-        """The task; the first process dies in it."""
+        """The task, whose first process dies."""
         is_first = not list(calls.iterdir())
         if not part.is_encoded:
             (calls / f"{part.start}-{os.getpid()}").touch()
@@ -117,7 +117,7 @@ def test_features_are_those_of_encoding_here_though_a_task_dies_and_a_night_is_k
         encode_run(there.root, settings, **options)
     monkeypatch.setattr(encoding, "_ended", first_ended)
     while (num_kept := len(list((there.root / "features/.vectors").glob("*/*.arrow")))) < 4:
-        time.sleep(0.1)  # until what was under way has ended
+        time.sleep(0.1)  # until the running tasks have ended
     num_calls = len(list(calls.iterdir()))
     assert encode_run(there.root, settings, **options) == expected
     assert len(list(calls.iterdir())) == num_calls + 5 - num_kept
@@ -127,7 +127,7 @@ def test_features_are_those_of_encoding_here_though_a_task_dies_and_a_night_is_k
 
 @pytest.fixture
 def traffic(monkeypatch):
-    """Bytes of each argument list and each result that pass through this process."""
+    """The sizes in bytes of all task arguments and results that pass through this process."""
     sizes, remote, result_of = [], ray.remote, encoding.result_of
 
     class Counted:
@@ -152,7 +152,7 @@ def traffic(monkeypatch):
 def test_what_passes_through_the_driver_follows_the_number_of_parts_and_not_of_rows(
     tiny_encoder, tmp_path, monkeypatch, cluster, start_cluster, traffic
 ):
-    """And however many workers there are, the files are the same."""
+    """The files are the same for any number of workers."""
     settings = with_dtype(EncodingSettings(encoder=tiny_encoder, num_clusters=3), None)
     files, sent = {}, {}
     for num_workers, num_rows in ((1, 40), (1, 160), (2, 160)):
@@ -164,7 +164,7 @@ def test_what_passes_through_the_driver_follows_the_number_of_parts_and_not_of_r
         assert [part.num_rows for part in figures["user"].parts] == [num_rows] * 3
         files[num_workers, num_rows], sent[num_workers, num_rows] = files_of(run), traffic.copy()
     for (num_workers, _), sizes in sent.items():
-        assert len(sizes) == 2 * (5 * num_workers + 1 + 3)  # texts, the codebook, the files of features
+        assert len(sizes) == 2 * (5 * num_workers + 1 + 3)  # texts, codebook, feature files
         assert max(sizes) < 4_096
     few, many = sent[1, 40], sent[1, 160]
     assert abs(sum(many) - sum(few)) < 16 * len(few)
@@ -173,12 +173,12 @@ def test_what_passes_through_the_driver_follows_the_number_of_parts_and_not_of_r
 
 @pytest.mark.ray
 def test_the_driver_holds_no_vectors(tiny_encoder, tmp_path, monkeypatch, cluster, start_cluster):
-    """Vectors that are sixteen times as long take none of its memory, whether they are new or carried over."""
+    """Vectors that are sixteen times as long do not grow its memory, whether they are new or carried over."""
     wide_encoder = tmp_path / "wide"
     wide_encoder.mkdir()
     write_tiny_encoder(wide_encoder, dim=512)
     peaks = []
-    for encoder in (tiny_encoder, tiny_encoder, wide_encoder):  # the first time packages are imported
+    for encoder in (tiny_encoder, tiny_encoder, wide_encoder):  # the first run imports packages
         settings, nights = with_dtype(EncodingSettings(encoder=encoder, num_clusters=2), None), []
         peaks.append(0)
         for day in (1, 2):
@@ -209,7 +209,7 @@ def test_an_error_that_a_task_meets_ends_the_night_as_itself(tiny_encoder, tmp_p
 
     def elsewhere(part, *arguments):
         tasks.VISIBILITY_TIMEOUT_S = 0.3
-        with suppress(FileNotFoundError):  # a task beside this one has moved it
+        with suppress(FileNotFoundError):  # another task may have moved it
             part.files[0][0].rename(tmp_path / "moved")
         return encode_part(part, *arguments)
 

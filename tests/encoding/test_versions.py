@@ -1,4 +1,4 @@
-"""Features by time: each row of a log gets the newest version that is older, or none."""
+"""Features by time: each row of a log gets the newest older version, or none."""
 
 import datetime
 import tempfile
@@ -16,7 +16,7 @@ DIM = 3
 
 
 def write_features(path, rows, id_type=pa.string()):
-    """rows: (id, run id, first number of the vector)."""
+    """Write features from rows (id, run id, first number of the vector)."""
     rows = sorted(rows)
     schema = feature_schema("user", id_type, DIM)
     vectors = np.array([[value, 0, 0] for _, _, value in rows], np.float32)
@@ -38,7 +38,7 @@ def day(text: str) -> int:
 
 
 def test_every_row_gets_the_newest_version_that_is_older(tmp_path):
-    """Nights of random dates, each of which writes some anew and carries the others over; beside a plain search."""
+    """Nights of random dates, each of which rewrites some texts and carries the others over, against a plain search."""
     rng = np.random.default_rng(0)
     dates = sorted(rng.choice(60, 12, replace=False))
     runs = [f"{datetime.date(2025, 1, 1) + datetime.timedelta(int(offset))}-aa" for offset in dates]
@@ -48,7 +48,7 @@ def test_every_row_gets_the_newest_version_that_is_older(tmp_path):
             current[f"u{user:02}"] = (run, float(number))
             known[f"u{user:02}", run] = float(number)
         files[run] = write_features(tmp_path / f"{run}.parquet", [(user, *values) for user, values in current.items()])
-    collected = runs[4]  # what only a later run still holds is found there
+    collected = runs[4]  # its versions are found in later runs, if they were carried over
     del files[collected]
     users = [f"u{number:02}" for number in rng.integers(0, 22, 500)]
     days = day("2025-01-01") + rng.integers(-3, 70, 500)
@@ -56,7 +56,7 @@ def test_every_row_gets_the_newest_version_that_is_older(tmp_path):
         versions = read_versions(files, "user", scratch)
         columns = versions.columns(versions.of(pa.array(users), days))
     in_files = {(user, run) for (user, run) in known if run != collected}
-    for path in (runs[5],):  # carried over by the next night, unless it wrote them anew
+    for path in (runs[5],):  # carried over by the next night, unless that wrote a new text
         in_files |= {(user, collected) for (user, run) in known if run == collected and (user, path) not in known}
     for user, at, vector, run, valid_from in zip(
         users, days, columns[0].to_pylist(), *map(pa.Array.to_pylist, columns[3:]), strict=True
