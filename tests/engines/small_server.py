@@ -1,6 +1,6 @@
-"""A small server with OpenAI's API, which answers properly, or wrongly as the test asks.
+"""A small server with OpenAI's API, which answers properly or, if a test asks for it, wrongly.
 
-What it answers follows from the prompt alone, so that a text that is asked for again is the same.
+An answer depends on the prompt alone, so that a repeated request gets the same text.
 """
 
 import json
@@ -20,7 +20,7 @@ WORDS = ["calm", "warm", "quiet", "bright", "gentle", "clever", "lively", "serio
 
 @dataclass
 class Fault:
-    """A wrong answer: its status, body and headers, seconds to wait before it, or a connection that is cut."""
+    """A wrong answer: status, body, headers, a delay in seconds, or a connection that is cut."""
 
     status: int = 200
     body: Any = None
@@ -31,24 +31,24 @@ class Fault:
 
 @dataclass
 class SmallServer:
-    """The requests that the server got, and how it answers; tests change it while it runs."""
+    """The requests that the server received, and its answers; tests change it while it runs."""
 
     url: str = ""
     card: dict[str, Any] | None = field(default_factory=lambda: {"id": MODEL, "owned_by": "a test"})
-    fault: Callable[[dict[str, Any], int], Fault | None] = lambda body, number: None  # by request and its number
+    fault: Callable[[dict[str, Any], int], Fault | None] = lambda body, number: None  # by body and request number
     change: Callable[[dict[str, Any]], dict[str, Any]] = lambda answer: answer
     fingerprint: str | None = None
     key: str | None = None
     delay_s: float = 0.0
-    is_gone: bool = False  # connections are closed without a word
-    bodies: list[dict[str, Any]] = field(default_factory=list)  # of requests for texts
+    is_gone: bool = False  # connections are closed without an answer
+    bodies: list[dict[str, Any]] = field(default_factory=list)  # of text requests
     headers: list[dict[str, str]] = field(default_factory=list)
-    answered: Counter[str] = field(default_factory=Counter)  # by prompt
+    answered: Counter[str] = field(default_factory=Counter)  # prompt -> number of answers
     files: dict[str, str] = field(default_factory=dict)
     batches: dict[str, dict[str, Any]] = field(default_factory=dict)
-    num_polls: int = 2  # of a batch until it has ended
+    num_polls: int = 2  # polls of a batch until it ends
     batch_end: dict[str, Any] = field(default_factory=lambda: {"status": "completed"})
-    info: dict[str, Any] | None = None  # of `/server_info`, with which it has the routes of SGLang beside `/v1`
+    info: dict[str, Any] | None = None  # `/server_info`: with it, the server has SGLang's routes besides `/v1`
     corpora: dict[str, list[str]] = field(default_factory=dict)
     root_fault: Callable[[str], Fault | None] = lambda path: None
     root_requests: list[tuple[str, dict[str, Any], int]] = field(default_factory=list)  # path, body, texts before it
@@ -57,7 +57,7 @@ class SmallServer:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def answer(self, body: dict[str, Any], is_chat: bool) -> dict[str, Any]:
-        """A proper answer."""
+        """A correct answer."""
         text = text_for(body)
         choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
         choice |= {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
@@ -66,7 +66,7 @@ class SmallServer:
         return self.change(response | ({"system_fingerprint": self.fingerprint} if self.fingerprint else {}))
 
     def answer_at_root(self, path: str, body: dict[str, Any]) -> Fault:
-        """The answer of SGLang 0.5.23 at a path outside `/v1`; here a token is a word."""
+        """The answer of SGLang 0.5.23 to a path outside `/v1`, with words as tokens."""
         if self.info is None or not path.startswith(("/add_", "/remove_", "/list_", "/server_info")):
             return Fault(404, {"detail": "Not Found"})
         if path == "/server_info":
@@ -89,7 +89,7 @@ class SmallServer:
         return Fault(body={"success": True, "corpus_id": name, "message": message, "loaded_token_count": num_tokens})
 
     def batch(self, batch_id: str) -> dict[str, Any]:
-        """A batch as it is when it is looked at; it ends at the last of `num_polls` looks."""
+        """The current state of a batch, which ends at the poll number `num_polls`."""
         batch = self.batches[batch_id]
         batch["num_polls"] += 1
         if batch["num_polls"] == self.num_polls:
@@ -112,7 +112,7 @@ class SmallServer:
 
 
 def text_for(body: dict[str, Any]) -> str:
-    """The text that the server writes to a prompt."""
+    """The server's text for a prompt."""
     number = zlib.crc32(prompt_of(body).encode())
     first, second = WORDS[number % 8], WORDS[number // 8 % 8]
     return f"This is a {first} and {second} choice for people who look for something with heart, in shelf {number}."
@@ -191,7 +191,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _refusal(self, body: dict[str, Any]) -> Fault | None:
         authorization = self.headers.get("authorization")
         if self.state.key is not None and authorization != f"Bearer {self.state.key}":
-            return Fault(401, {"error": {"message": f"incorrect key: {authorization}"}})  # some servers repeat it
+            return Fault(401, {"error": {"message": f"incorrect key: {authorization}"}})  # some servers repeat the key
         if body["model"] != MODEL:
             return Fault(404, {"error": {"message": f"the model {body['model']} does not exist"}})
         return None
@@ -208,7 +208,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(data[: len(data) // 2] if is_cut else data)
             self.close_connection = self.close_connection or is_cut
         except OSError:
-            self.close_connection = True  # the client waits no longer
+            self.close_connection = True  # the client has stopped waiting
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -216,7 +216,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def small_server() -> Iterator[SmallServer]:
-    """The server on a free port of this machine; it ends with the block."""
+    """Run the server on a free port of this machine for the duration of the block."""
     state = SmallServer()
     handler = type("Handler", (_Handler,), {"state": state})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)

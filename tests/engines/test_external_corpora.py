@@ -1,4 +1,4 @@
-"""The corpora of one SGLang server, over real connections: which servers take them, and what a refusal becomes."""
+"""External corpora of an SGLang server, over real connections: accepting servers, and refusals."""
 
 import pytest
 from small_server import KEY, MODEL, Fault, small_server
