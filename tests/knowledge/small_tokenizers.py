@@ -43,7 +43,7 @@ def metaspace() -> Tokenizer:
 
 
 def _sentence_piece(model: models.Model, trainer: trainers.Trainer, **parts) -> Tokenizer:
-    """A tokenizer whose parts stand as in files that are converted from SentencePiece."""
+    """A tokenizer with the components of files that were converted from SentencePiece."""
     tokenizer = Tokenizer(model)
     for name, part in parts.items():
         setattr(tokenizer, name, part)
@@ -87,7 +87,7 @@ def _byte_level_with_space() -> Tokenizer:
 
 
 _SPACES = normalizers.Replace(" ", "▁")
-SCHEMES = {  # ways in which tokenizers treat the beginning of a text and of what follows a control token
+SCHEMES = {  # how tokenizers treat the beginning of a text and of what follows a control token
     "metaspace always": lambda: _bpe(pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="always")),
     "metaspace first": lambda: _bpe(pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first")),
     "metaspace unsplit": lambda: _bpe(pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first", split=False)),

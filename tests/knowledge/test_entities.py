@@ -36,7 +36,7 @@ def test_histories_are_oldest_first_and_ids_keep_their_type(kind):
     first, second, third = iter_entities(make_tables(kind), "user")
     assert [event.title for event in second.history] == ["A", "B"]
     assert [event.rating for event in second.history] == [5.0, None]
-    assert [event.title for event in first.history] == ["B"]  # item 99 is not there
+    assert [event.title for event in first.history] == ["B"]  # there is no item 99
     assert third.history == ()
     assert (first.entity_id, second.history[0].item_id) == (("1", "10") if pa.types.is_string(kind) else (1, 10))
 
@@ -79,7 +79,7 @@ def test_only_the_asked_for():
 
 def test_more_than_2_gib_of_attributes_are_never_gathered():
     tables = make_tables(pa.int64())
-    text = pa.array(["x" * 2**26])  # the same memory for all
+    text = pa.array(["x" * 2**26])  # one memory for all rows
     users = pa.table(
         {"user_id": pa.chunked_array([[number] for number in range(33)]), "bio": pa.chunked_array([text] * 33)}
     )

@@ -1,4 +1,4 @@
-"""An entity keeps its text for as long as nothing changes that its prompt is made from."""
+"""An entity keeps its text until any input of its prompt changes."""
 
 import math
 import shutil
@@ -46,7 +46,7 @@ USER = make_user(5)
 
 @given(EVENTS, EVENTS, st.integers(55, 80))
 def test_equal_fingerprints_mean_equal_prompts_wherever_the_history_is_cut(first, second, max_prompt_tokens):
-    """`a` and `1`, and `a1` and nothing, are one line as the first event, and two as the second."""
+    """Title `a` with genre `1` and title `a1` with none give one line as the first event, and two as the second."""
     users = [Entity("user", 7, {}, tuple(events)) for events in (first, second)]
     shown = [[(event.title, event.attributes) for event in user.history[-3:]] for user in users]
     is_equal = len({fingerprint_in_columns(user, TEMPLATE) for user in users}) == 1
@@ -56,7 +56,7 @@ def test_equal_fingerprints_mean_equal_prompts_wherever_the_history_is_cut(first
 
 
 def tables_of(user: Entity) -> Tables:
-    """Tables of which `iter_entities` makes this user, each event with an item of its own."""
+    """Tables from which `iter_entities` makes this user, with a separate item for each event."""
     names = {name for event in user.history for name in event.attributes}
     items = {"item_id": range(len(user.history)), "title": [event.title for event in user.history]}
     items |= {name: [event.attributes.get(name) for event in user.history] for name in sorted(names)}
@@ -88,7 +88,7 @@ def fingerprint_of(folder=SAMPLE_MODEL, user=USER, decoding=None, **knowledge) -
 
 
 def slowly(template: PromptTemplate, entity: Entity) -> str | None:
-    """The last two parts of a fingerprint, of one entity by itself."""
+    """The last two parts of the fingerprint of one entity."""
 
     def blake(data: bytes) -> bytes:
         return blake2b(data, digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""The form of a template's answers: what it allows is what the template's parser reads."""
+"""The form of a template's answers allows what the template's parser reads."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def own(form: dict, folder: Path) -> PromptTemplate:
 
 
 def allowed(grammar: str, text: str) -> int:
-    """Bytes of a text that a grammar allows; one more where it may end there."""
+    """The number of a text's bytes that a grammar allows, plus 1 if the text may end after them."""
     matcher = llguidance.LLMatcher(BYTES, grammar)
     assert not matcher.is_error(), matcher.get_error()
     num_allowed = matcher.try_consume_tokens(list(text.encode()))
@@ -57,7 +57,7 @@ def test_the_form_of_a_shipped_template_is_what_its_parser_reads(name):
         assert grammar is None and guiding_grammar(template, DecodingSettings()) is None
         return
     assert grammar is not None and guiding_grammar(template, DecodingSettings(max_new_tokens=200)) == grammar
-    assert guiding_grammar(template, DecodingSettings(guided=False)) is None  # YAML's bare `off`
+    assert guiding_grammar(template, DecodingSettings(guided=False)) is None  # YAML reads a bare `off` as False
     assert guiding_grammar(template, DecodingSettings(thinking="cut")) is None
     text = example(template)
     assert is_whole(grammar, text)

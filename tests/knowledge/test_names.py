@@ -1,4 +1,4 @@
-"""Names in texts: what counts as one, and where it may stand."""
+"""Names in texts: which words count as names, and from which inputs they may come."""
 
 import pyarrow as pa
 import pytest

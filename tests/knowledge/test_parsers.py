@@ -14,7 +14,7 @@ PROFILE, INTERESTS, FACTS = map(load_template, ("rlmrec_user", "once_user", "tra
 
 
 def test_an_answer_of_numbers_alone_is_no_answer():
-    """A small model that must keep a form may fill it with numbers only."""
+    """A small model that must keep to a form may fill it with numbers."""
     for parser, text in (
         (USER, "1. Genre: 1\n2. Theme: 2 / 10"),
         (FACTS, f"{FACTS.factors[0]}: 7\n{FACTS.factors[1]}: -"),
@@ -26,7 +26,7 @@ def test_an_answer_of_numbers_alone_is_no_answer():
 
 
 def test_an_answer_that_says_the_same_of_everything_is_no_answer():
-    """A small model that must keep a form may write the same text for every aspect."""
+    """A small model that must keep to a form may write the same text for every aspect."""
     unknown = "\n".join(f"{name}: unknown" for name in FACTS.factors[:3])
     for template, text in ((USER, "1. Genre: The\n2. Theme: the.\n3. Style: The"), (FACTS, unknown)):
         with pytest.raises(RowError, match=r"loops: all 3 fields say"):
@@ -58,7 +58,7 @@ def test_numbered_aspects_in_the_forms_that_models_write(text):
 
 
 def test_an_aspect_has_the_factors_spelling():
-    """`encode` names it so."""
+    """The encoding looks fields up by that spelling."""
     assert list(parse_answer(USER, "1. GENRE: Mystery.\n2. **theme**: the sea.").fields) == ["Genre", "Theme"]
 
 
@@ -299,7 +299,7 @@ def test_no_english_answer_of_a_real_model_is_taken_for_another_language(shared_
             require_answer(PROFILE, text, nobody, nobody + 1_000)
         except RowError:
             refused.append(text)
-    # Some descriptions are in the language of their book's title. They have no English article at all.
+    # Refused texts are descriptions in the language of the book's title, so none has an English article.
     assert sum(" the " in text for text in refused) == 0
     assert len(refused) <= 0.002 * len(texts)
 

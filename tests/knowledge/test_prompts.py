@@ -60,7 +60,7 @@ def test_histories_are_cut_from_the_oldest_side_to_the_budget(num_events, budget
     assert rendered.num_history + rendered.num_history_dropped == num_events
     shown = [index for index in range(num_events) if f"Harbour {index} |" in text_of(rendered)]
     assert shown == list(range(num_events - rendered.num_history, num_events))
-    if rendered.num_history < min(num_events, 30):  # as many as fit: one more does not
+    if rendered.num_history < min(num_events, 30):  # one more event does not fit
         longer = Entity("user", 7, user.attributes, user.history[-(rendered.num_history + 1) :])
         assert len(render_prompt(USER, longer, TOKENIZER, 10_000).token_ids) > budget
 
@@ -160,7 +160,7 @@ def test_histories_are_shortened_as_one_event_after_another_would_be(options):
         ({"event": ["view", "purchase"], "rating": [3, 4.5]}, '"what": "bought, rated 4.5"}'),
         ({"event": ["view", "rate"], "rating": [3, 1]}, '"what": "rated 1"}'),
         ({"event": ["put aside", "kauf"]}, '"what": "gekauft"}'),
-        ({"event": ["view", 'a"\n- {x}']}, '"what": "a" - {x}"}'),  # one line, and no field
+        ({"event": ["view", 'a"\n- {x}']}, '"what": "a" - {x}"}'),  # one line, and `{x}` is not replaced
         ({"rating": [0, 1]}, '"what": "picked"}'),
         ({"rating": [2, 4]}, '"rating": 4}'),
         ({"event": ["view", "view"]}, '{"title": "Blue", "about": "Ay"}'),

@@ -134,7 +134,7 @@ def test_what_was_done_is_said_by_the_events_or_ratings_that_there_are(columns, 
 def test_clicks_and_events_are_words_in_every_shipped_prompt(name):
     knowledge = KnowledgeSettings(user_template=name)
     lines = knowledge.template("user", Labels("clicked or viewed", "words")).history
-    assert "rating" not in lines.line.replace("{rating}", "")  # the word would stand there whatever was done
+    assert "rating" not in lines.line.replace("{rating}", "")  # the word would be wrong for clicks
     assert not lines.ratings
     zero_or_one = knowledge.template("user", Labels("picked or passed over", "words", "picked")).history
     assert zero_or_one.line == lines.line and zero_or_one.ratings == {0: "passed over", 1: "picked"}

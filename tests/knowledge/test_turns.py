@@ -1,4 +1,4 @@
-"""Role marks of real models' chat templates, in short; and what of an answer is another turn."""
+"""Role marks of real models' chat templates, shortened; and the part of an answer that begins another turn."""
 
 import pytest
 from small_tokenizers import byte_level, wrap
@@ -9,7 +9,7 @@ from laserbatch.pipeline.knowledge.turns import chat_marks
 EACH = "{% for m in messages %}"
 DONE = "{% endfor %}{% if add_generation_prompt %}"
 NO_SYSTEM = "{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
-# Name -> special tokens, template, tokens that end a text, labels that are cut in plain text.
+# Name -> special tokens, template, tokens that end a text, labels that are cut from plain text.
 TEMPLATES = {
     "chatml": (
         ["<|im_start|>", "<|im_end|>"],
@@ -148,7 +148,7 @@ def tokenizer_of(name: str):
 def test_role_marks_of_a_template(name):
     (_, _, end_tokens, labels), tokenizer = TEMPLATES[name], tokenizer_of(name)
     marks = chat_marks(tokenizer)
-    known = set() if name == "gpt-oss" else {"<pad>", "</s>", "<|im_end|>"}  # of all these tokenizers
+    known = set() if name == "gpt-oss" else {"<pad>", "</s>", "<|im_end|>"}  # end tokens of all these tokenizers
     assert set(marks.end_tokens.values()) == end_tokens | known
     assert list(marks.end_tokens) == tokenizer.convert_tokens_to_ids(list(marks.end_tokens.values()))
     for label in labels:

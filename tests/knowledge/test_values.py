@@ -1,4 +1,4 @@
-"""How values read in prompts: alike whatever type they are stored as, and differently whenever they differ."""
+"""Values in prompts look the same for all storage types, and differ if the values differ."""
 
 import datetime
 from decimal import Decimal
@@ -23,7 +23,7 @@ NO_EVENTS = pa.table({name: pa.array([], pa.int64()) for name in ("user_id", "it
 
 
 def texts_of(values: pa.Array, name: str = "x") -> list[str | None]:
-    """The values of a users' column as prompts show them."""
+    """The values of a column of users, as shown in prompts."""
     users = pa.table({"user_id": range(len(values)), name: values})
     tables = Tables(
         users, pa.table({"item_id": pa.array([], pa.int64()), "title": pa.array([], pa.string())}), NO_EVENTS
@@ -75,7 +75,7 @@ def test_a_list_is_a_set_unless_it_is_said_to_be_a_path():
     lists = [["Drama", "Comedy", "Drama"], ["Comedy", " Drama "], [], [""], None, ["Crime, War", "Film"], ['"A', "b"]]
     expected = ["Comedy, Drama", "Comedy, Drama", None, None, None, '"Crime, War", Film', '"\\"A", b']
     assert texts_of(pa.array(lists)) == expected
-    assert texts_of(pa.array([*lists, ["a", None], ["a\x1f"]]))[:7] == expected  # row by row
+    assert texts_of(pa.array([*lists, ["a", None], ["a\x1f"]]))[:7] == expected  # now formatted row by row
     paths = [["Books", "Poetry", "Books"], ["Poetry", "Books"], ["A > B", "C"]]
     assert texts_of(pa.array(paths), "path") == ["Books > Poetry > Books", "Poetry > Books", '"A > B" > C']
 
