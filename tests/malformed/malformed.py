@@ -1,7 +1,7 @@
-"""The corpus: what people and exporters get wrong, each made by a few lines, with the words that it must be met with.
+"""The corpus: mistakes of people and exporters, each made by a few lines, with the words of the expected error.
 
-A case changes a sound folder (`sound_folder`) and gives a command. The command must end with the exit code, its line
-must have all the words, and nothing of the workspace may be touched.
+A case changes a sound folder (`sound_folder`) and names a command. The command must end with the exit code, its error
+line must have all the words, and the workspace must stay untouched.
 """
 
 import shutil
@@ -45,7 +45,7 @@ EXPORTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """Something malformed. `words` are what the line must have: the place, what was found, what to do."""
+    """A malformed input. `words` must be in the error line: the place, the value found, and what to do."""
 
     name: str
     change: Callable[[Path], object]
@@ -55,7 +55,7 @@ class Case:
 
 
 def sound_folder(folder: Path) -> Path:
-    """Tables, a configuration, templates, exports with their mapping, and a workspace with a published run."""
+    """Write tables, a configuration, templates, exports with a mapping, and a workspace with a published run."""
     for name, table in TABLES.items():
         _write(folder, name, **table)
     (folder / "prompts").mkdir()
@@ -137,7 +137,7 @@ def model(spoil: Callable[[Path], object]) -> Callable[[Path], None]:
 
 
 def replaced(path: Path, change: Callable[[bytes], bytes]) -> None:
-    """A link replaced by a file of other contents."""
+    """Replace a link by a file with changed contents."""
     data = path.read_bytes()
     path.unlink()
     path.write_bytes(change(data))
@@ -182,7 +182,7 @@ def remove(name: str) -> Callable[[Path], None]:
 
 
 def nothing(folder: Path) -> None:
-    """The command itself is what is wrong."""
+    """Changes nothing: the command itself is wrong."""
 
 
 def date(value: str) -> tuple[str, ...]:

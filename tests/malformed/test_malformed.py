@@ -1,4 +1,4 @@
-"""Whatever is malformed is named, in one line that says what to do, before anything of the workspace is touched."""
+"""All malformed input is refused in one line that says what to do, before the workspace is touched."""
 
 import json
 
@@ -25,7 +25,7 @@ def test_the_folder_that_the_cases_spoil_is_sound(tmp_path, capfd, monkeypatch):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
 def test_what_is_malformed_is_named_and_nothing_is_touched(case, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(sound_folder(tmp_path))
-    monkeypatch.setattr(NightWorkers, "start", None)  # nothing may get as far
+    monkeypatch.setattr(NightWorkers, "start", None)  # no case may get that far
     case.change(tmp_path)
     before = contents(tmp_path)
     done = run_here(capfd, *case.command, "--json")
