@@ -16,7 +16,7 @@ from laserbatch.pipeline.storage.workspace import Workspace
 
 @pytest.fixture
 def nodes(monkeypatch):
-    """A cluster whose head has no room for workers; and its other nodes, each with room for one."""
+    """A cluster whose head has no room for workers, and its three other nodes with room for one worker each."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 100 * 2**20})
     others = [cluster.add_node(num_cpus=1, object_store_memory=100 * 2**20) for _ in range(3)]
     yield cluster, others
@@ -60,7 +60,7 @@ def test_a_night_that_loses_nodes_writes_what_a_night_of_one_node_writes(nodes, 
     assert len(others) == 1
     assert pools["alone"] == pools["lossy"] and {place[0] for place in pools["alone"]} == {*SIDES}
     compared = [run.load_manifest().judgement.ctr for run in runs.values()]
-    assert compared[0] == compared[1] and "7 positives among 7 rows" in compared[0].skipped  # the task has read all
+    assert compared[0] == compared[1] and "7 positives among 7 rows" in compared[0].skipped  # so it read all
     for side in SIDES:
         tables = [read_parquet(run.knowledge_folder(side)).sort_by("entity_id") for run in runs.values()]
         assert all(tables[0][name].equals(tables[1][name]) for name in ("entity_id", "text", "token_ids"))
@@ -69,7 +69,7 @@ def test_a_night_that_loses_nodes_writes_what_a_night_of_one_node_writes(nodes, 
 
 
 def lose(cluster, others, folder, pattern, num):
-    """Take a node away when so many files of a pattern lie in a run."""
+    """Remove a node as soon as runs have `num` files that match `pattern`."""
     while len(list(folder.glob(f"runs/*/{pattern}"))) < num:
         time.sleep(0.05)
     cluster.remove_node(others.pop(), allow_graceful=False)
