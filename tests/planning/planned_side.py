@@ -1,4 +1,4 @@
-"""A side planned and its carry-over written, in one call."""
+"""Plan a side and write its carried-over records in one call."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What is said of columns that changed between two nights' prompts."""
+"""Messages about columns that changed between the prompts of two nights."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The plan of a night: nothing lost, nothing twice, the same again after a restart."""
+"""The plan of a night loses no entity, plans none twice, and is the same after a restart."""
 
 import datetime
 
@@ -51,7 +51,7 @@ TEMPLATE = PromptTemplate(name="u", version=1, framework="kar", side="user", par
 
 
 def tables_of(rows) -> Tables:
-    """Users of ids and versions; there is one item, and nobody has seen it."""
+    """Users from (id, version) rows; there is one item and no interaction."""
     kind = pa.int64() if rows and isinstance(rows[0][0], int) else pa.string()
     users = {"user_id": pa.array([key for key, _ in rows], kind), "version": [version for _, version in rows]}
     interactions = {"user_id": pa.array([], kind), "item_id": pa.array([], pa.int64())}
@@ -87,7 +87,7 @@ def plan(rows, run_dir, previous=None, force=False, shard_size=4, isolate_ids=No
 
 
 def previous_folder(table, run_dir):
-    """The folder of an earlier run's records, in files of a few rows."""
+    """Write the records of an earlier run to a folder, two rows a file."""
     folder = run_dir.parent / f"before-{run_dir.name}"
     for start in range(0, table.num_rows, 2):
         write_parquet(table.slice(start, 2), folder / f"{start:05d}.parquet")
@@ -123,7 +123,7 @@ def test_unchanged_entities_are_carried_over_and_changed_ones_bring_their_old_te
 
 
 def test_a_text_of_another_tokenizer_is_not_drafted_from(tmp_path):
-    """A number of its vocabulary is another word in tonight's, or none at all."""
+    """Its token ids mean other words in tonight's vocabulary, or none."""
     same_model, other = (BEFORE.replace(SHARED, f"t-other-{model}-d") for model in ("model", "prompt"))
     planned = plan(users("ab"), tmp_path, records({"a": same_model, "b": other}))
     rows = {row.entity_id: row for shard in planned.shards for row in read_shard(tmp_path / shard.path)}
@@ -132,7 +132,7 @@ def test_a_text_of_another_tokenizer_is_not_drafted_from(tmp_path):
 
 def test_rows_of_an_earlier_version_are_carried_over_in_the_form_of_this_one(tmp_path):
     table = records({"a": NOW, "b": NOW})
-    alternatives = pa.array([[7, -1], None], pa.list_(pa.int32()))  # which versions 2 and 3 could have
+    alternatives = pa.array([[7, -1], None], pa.list_(pa.int32()))  # versions 2 and 3 had this optional column
     old = table.drop_columns(["is_stale"]).append_column("alternative_ids", alternatives)  # 1 and 2 had no is_stale
     plan(users(["a", "b"]), tmp_path, old.replace_schema_metadata({"laserbatch.version": "2"}))
     carried = read_parquet(RunFolder(tmp_path).knowledge_folder("user"))
@@ -217,7 +217,7 @@ def test_long_shards_come_after_a_few_rows_of_all_groups(tmp_path):
 
 
 def test_more_than_2_gib_of_text_is_carried_over_a_part_at_a_time(tmp_path, monkeypatch):
-    """One text of 64 MiB, which 33 records share, and a short one: no Arrow `string` array can hold all of them."""
+    """A text of 64 MiB, shared by 33 records, and a short one: an Arrow `string` array cannot hold all of them."""
     record = records({"a": BEFORE}).drop_columns(["text", "entity_id"])
     text = pa.array(["x" * 2**26])
     batches = [
@@ -241,7 +241,7 @@ def test_more_than_2_gib_of_text_is_carried_over_a_part_at_a_time(tmp_path, monk
 
 
 def test_files_whose_records_all_stay_are_shared_and_the_others_brought_together(tmp_path, monkeypatch):
-    """Small files, those that hold more, and those that are not as they were written are not shared."""
+    """Small files, files with records that do not stay, and files without their shard's record are not shared."""
     monkeypatch.setattr(planner, "FILE_ROWS", 2)
     monkeypatch.setattr(planner, "MIN_SHARED_ROWS", 2)
     runs = [RunFolder(tmp_path / name) for name in ("first", "gone", "same", "no-record", "damaged")]
@@ -249,7 +249,7 @@ def test_files_whose_records_all_stay_are_shared_and_the_others_brought_together
         runs[0].shards("user").write(f"{number:05d}", records(dict.fromkeys(ids, NOW)))
 
     def files_of(run: RunFolder, ids: str, earlier: RunFolder) -> dict[str, list[str]]:
-        """The contents of the carried-over files, each of which is a finished shard."""
+        """The ids in each carried-over file, after a check that each is a finished shard."""
         assert plan(users(ids), run.root, earlier.knowledge_folder("user")).num_carried_over == len(ids)
         files = sorted(run.knowledge_folder("user").glob("*.parquet"))
         assert {file.stem for file in files} == set(run.shards("user").finished())

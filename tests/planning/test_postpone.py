@@ -1,4 +1,4 @@
-"""Who failed before by the same question stays in quarantine, and for how long."""
+"""Entities that failed with the same prompt stay in quarantine, and are retried after some days."""
 
 import datetime
 
@@ -50,5 +50,5 @@ def test_only_the_same_question_of_the_same_entity_is_not_asked(tmp_path, monkey
     is_failing = still_failing(unusable, pa.array([1, 3, 5, 7]), pa.array(["f3", "f3", "other", "f5"]))
     ids = [None if row < 0 else unusable["entity_id"][row].as_py() for row in is_failing.tolist()]
     assert ids == [None, 3, None, None]
-    assert (still_failing(unusable, pa.array(["3"]), pa.array(["f3"])) == np.array([-1])).all()  # ids of another type
+    assert (still_failing(unusable, pa.array(["3"]), pa.array(["f3"])) == np.array([-1])).all()  # another type
     assert (still_failing(None, pa.array([3]), pa.array(["f3"])) == np.array([-1])).all()

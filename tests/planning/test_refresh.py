@@ -1,4 +1,4 @@
-"""Who is worth a new text tonight: policies, and a budget under which nobody waits for ever."""
+"""The choice of entities to rewrite tonight: policies, and a budget under which no entity waits forever."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from laserbatch.pipeline.planning.refresh import Candidates, RefreshSettings, de
 
 
 def candidates(**columns) -> Candidates:
-    """Users with a text of yesterday that has seen 10 of 10 interactions, unless said otherwise."""
+    """Users with a text of yesterday that has seen all 10 interactions; arguments replace these values."""
     num = max(len(values) for values in columns.values())
     usual = {"has_text": True, "is_changed_beyond_history": False, "num_interactions": 10, "num_seen": 10,
              "age_days": 1.0, "num_tokens": 100.0}  # fmt: skip
@@ -41,11 +41,11 @@ def test_a_budget_takes_the_most_valuable_and_counts_the_rest():
     assert decision.is_written.tolist() == [False, True, True, False]
     assert decision.is_over_budget.tolist() == [True, False, False, True]
     expected = [np.log2(13) / 11, np.log2(22) / 2, np.log2(14) * 2 / 12, np.log2(42) * 2 / 40]
-    assert decision.scores == pytest.approx(np.array(expected) + 1 / 7)  # as the documentation writes it
+    assert decision.scores == pytest.approx(np.array(expected) + 1 / 7)  # the formula in the documentation
 
 
 def test_nobody_waits_for_ever_while_others_have_more_that_is_new():
-    """90 nights of 100 users of whom 80 get many interactions a day, and the others one once; 30 texts a night."""
+    """90 nights for 100 users with room for 30 texts: 80 users get many interactions a day, the others one in all."""
     draw, settings = np.random.default_rng(0), RefreshSettings()
     seen, now, written_on = np.full(100, 10), np.full(100, 10), np.zeros(100, int)
     now[80:] += 1
@@ -65,7 +65,7 @@ def test_nobody_waits_for_ever_while_others_have_more_that_is_new():
 
 
 def test_a_changed_template_is_written_over_nights_and_comes_to_an_end():
-    """Everybody is due; a third of the tokens fit a night; the most active come first, and nobody twice."""
+    """Every text is due and a third of the tokens fit a night: the most active users come first, and none twice."""
     activity, is_old, nights = np.arange(90), np.ones(90, bool), []
     for night in range(1, 5):
         rows = np.flatnonzero(is_old)

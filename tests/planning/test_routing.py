@@ -1,4 +1,4 @@
-"""The facts that a night tells the router: counts as of its date."""
+"""The facts that a night gives the router are counts as of its date."""
 
 import datetime
 
