@@ -1,4 +1,4 @@
-"""A toy target over four tokens that looks at the last one alone, and what its sampled texts should be."""
+"""A toy target over four tokens that depends on the last token alone, and the distribution of its sampled texts."""
 
 import numpy as np
 import torch
@@ -11,14 +11,14 @@ from laserbatch.pipeline.decoding.verifiers import Greedy
 VOCAB, TEMPERATURE, MIN_P = 4, 0.7, 1e-3
 AFTER = torch.tensor(np.random.default_rng(5).normal(size=(VOCAB + 1, VOCAB)) * 1.5, dtype=torch.float32)
 NO_END = np.zeros(VOCAB, bool)
-MIN_EXPECTED = 10  # of a cell, so that chi-square's distribution holds
-NUM_BEFORE = 9  # tokens of every text's prompt
+MIN_EXPECTED = 10  # in a cell, so that the chi-square distribution holds
+NUM_BEFORE = 9  # prompt tokens of every text
 
 
 def first_tokens(trees: TreeBatch, num_tokens: int, sampled) -> np.ndarray:
-    """The first tokens of texts of the toy, for each of which a tree is drafted: int64 (num_trees, num_tokens).
+    """The first tokens of the toy's texts, with a draft tree for each text: int64 (num_trees, num_tokens).
 
-    `sampled` : makes rows of samples; a text's number is its seed. Of the text's later tokens nothing is drafted.
+    `sampled`: makes rows of samples; a text's number is its seed. Tokens after the tree are not drafted.
     """
     num_texts = trees.num_trees
     before = np.concatenate([[VOCAB, *tree.token_ids] for tree in trees])  # of each row, the last token
@@ -40,9 +40,9 @@ def first_tokens(trees: TreeBatch, num_tokens: int, sampled) -> np.ndarray:
 
 
 def counts_and_expected(texts: np.ndarray) -> tuple[np.ndarray, ...]:
-    """How often each pair of first tokens came, and how often it should by the toy's own distribution.
+    """Observed and expected counts of each pair of first tokens, under the toy's own distribution.
 
-    Pairs that should come fewer than MIN_EXPECTED times are one.
+    Pairs with expected counts below MIN_EXPECTED are merged into one.
     """
     p = torch.softmax(AFTER.double() / TEMPERATURE, -1).numpy()
     joint = p[VOCAB][:, None] * p[:VOCAB]

@@ -1,4 +1,4 @@
-"""docs/add-a-drafter.md, followed to the letter: a package is built, installed and tested outside the project."""
+"""docs/add-a-drafter.md, followed literally: the package is built, installed and tested outside the project."""
 
 import os
 import re
@@ -15,7 +15,7 @@ PAGE = ROOT / "docs" / "add-a-drafter.md"
 
 
 def test_the_page_can_be_typed_as_it_stands(tmp_path, monkeypatch):
-    """Its test runs in this process, where torch is imported already, and finds the package as any other one."""
+    """The page's test runs in this process, where torch is imported already, and finds the package like any other."""
     package, installed = tmp_path / "package", tmp_path / "installed"
     package.mkdir()
     commands = []
@@ -30,7 +30,7 @@ def test_the_page_can_be_typed_as_it_stands(tmp_path, monkeypatch):
     assert built.returncode == 0, built.stderr
     assert pytest_words == ["python", "-m", "pytest"]
     monkeypatch.syspath_prepend(installed)
-    monkeypatch.setattr(plugins, "installed", plugins.installed.__wrapped__)  # which looks for packages anew
+    monkeypatch.setattr(plugins, "installed", plugins.installed.__wrapped__)  # searches for packages again
     (run,) = (value for name, value in runpy.run_path(str(package / test)).items() if name.startswith("test_"))
     run()
     assert sys.modules["bigram_drafter"].__file__ == str(installed / "bigram_drafter.py")

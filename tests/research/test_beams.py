@@ -1,4 +1,4 @@
-"""Beam search over codes: that of a plain loop and of transformers, whatever drafts; what drafts save."""
+"""Beam search over codes: equal to a plain loop and to transformers for all drafts, which save forwards."""
 
 import itertools
 
@@ -49,7 +49,7 @@ def found_with(size: int, drafter=None, prompts=PROMPTS, trie=TRIE, left_out=Non
 
 @torch.inference_mode()
 def plainly(prompt: np.ndarray, items: ItemCodes, size: int, own=()) -> list[tuple[float, int]]:
-    """Beams by whole forwards of each path, the softmax over what items have there; none leads to `own` alone."""
+    """Beams by whole forwards of each path, with a softmax over existing codes; no path leads to `own` alone."""
     beams, others = [(0.0, ())], [row for number, row in enumerate(items.codes.tolist()) if number not in own]
     for level in range(4):
         after = []
@@ -89,7 +89,7 @@ def test_what_is_left_out_is_not_found_and_nothing_else_is_missed(size):
 
 @torch.inference_mode()
 def test_beams_are_those_of_transformers():
-    """With every path allowed: its softmax is then over a level's tokens too."""
+    """With all paths allowed, transformers' softmax is also over the tokens of a level."""
     every = catalogue(int(np.prod(SIZES)))
     trie = ItemTrie.of(every)
     rows = {tuple(row): number for number, row in enumerate(every.codes.tolist())}
@@ -125,7 +125,7 @@ def test_drafted_beams_are_the_same_items_in_the_same_order_with_the_same_scores
     for result, other in zip(plain, drafted, strict=True):
         assert result.rows.tolist() == other.rows.tolist()
         np.testing.assert_allclose(result.scores, other.scores, atol=1e-6)
-    if noise == 0:  # the target itself drafts: all in one forward
+    if noise == 0:  # the target drafts for itself, so one forward verifies everything
         assert fewer == 1 and all(result.num_accepted == 3 for result in drafted)
 
 
@@ -135,7 +135,7 @@ def test_last_night_s_lists_draft_without_a_model():
     drafted, fewer = found_with(5, ListedItems(lists, TRIE, 40))
     lists_of_plain = [result.rows.tolist() for result in plain]
     assert [result.rows.tolist() for result in drafted] == lists_of_plain and fewer < num_forwards
-    with_removed = [[(9, 9, 9, 9), *result] for result in lists]  # an item that has left the catalogue
+    with_removed = [[(9, 9, 9, 9), *result] for result in lists]  # an item that is no longer in the catalogue
     assert [result.rows.tolist() for result in found_with(5, ListedItems(with_removed, TRIE, 40))[0]] == [
         result.rows.tolist() for result in plain
     ]

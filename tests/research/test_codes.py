@@ -1,4 +1,4 @@
-"""Codes of items: brought or made, what is refused of them, and the trie that they make."""
+"""Codes of items: given or learned codes, refused ones, and the trie that they form."""
 
 import numpy as np
 import pyarrow as pa
@@ -86,7 +86,7 @@ def test_made_codes_are_coarse_to_fine_all_different_and_the_same_again(maker, t
     rng = np.random.default_rng(0)
     centres = rng.normal(size=(3, 8)) * 10
     vectors = np.concatenate([centres[number] + rng.normal(size=(40, 8)) for number in range(3)])
-    vectors = np.concatenate((vectors, vectors[:5])).astype(np.float32)  # some are the same
+    vectors = np.concatenate((vectors, vectors[:5])).astype(np.float32)  # some vectors are equal
     ids = pa.array([str(number) for number in range(len(vectors))])
     codes = made_codes(ids, vectors, 0, maker)
     assert codes.codes.shape == (125, 4) and len(np.unique(codes.codes, axis=0)) == 125
@@ -104,7 +104,7 @@ def test_new_items_have_codes_like_the_most_alike_item_until_these_are_used_up(m
     monkeypatch.setattr(codes_module, "MAX_PRODUCTS", 20)
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(30, 6)).astype(np.float32)
-    vectors[20:] = vectors[rng.integers(0, 3, 10)] * 2 + 0.01  # alike but for their length, many to three
+    vectors[20:] = vectors[rng.integers(0, 3, 10)] * 2 + 0.01  # of three directions, with other lengths
     ids = pa.array([f"i{number}" for number in range(30)])
     known = made_codes(ids[:20], vectors[:20])
     order = rng.permutation(30)

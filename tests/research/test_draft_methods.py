@@ -1,4 +1,4 @@
-"""Every way to draft, in the engine: drafts change how fast a text comes, and not which."""
+"""All draft methods in the engine: drafts change how fast a text comes, and not the text."""
 
 import copy
 import itertools
@@ -32,7 +32,7 @@ PLAIN = plain_texts(MODEL, PROMPTS, MAX_NEW)
 
 
 def like(model, noise: float, seed: int = 1):
-    """A model that mostly says what another one does."""
+    """A model that mostly predicts the same tokens as another one."""
     torch.manual_seed(seed)
     other = copy.deepcopy(model)
     with torch.no_grad():
@@ -72,7 +72,7 @@ def test_greedy_texts_are_plain_ones_whatever_drafts(name):
         results = {r.request_id: r for r in engine.generate(requests_for(PROMPTS, MAX_NEW), METHODS[name]())}
         assert [results[str(i)].token_ids.tolist() for i in range(len(PROMPTS))] == PLAIN
         drafted.add(tuple(results[str(i)].num_accepted for i in range(len(PROMPTS))))
-    assert len(drafted) == 1  # nor does the batch change what is drafted
+    assert len(drafted) == 1  # and drafts do not depend on the batch
     assert sum(drafted.pop()) > 0
 
 
@@ -151,7 +151,7 @@ def test_steps_without_memory_for_a_draft_model_are_taken_without_drafts(monkeyp
 
 @torch.inference_mode()
 def test_a_small_model_s_cache_answers_as_the_model_does_alone():
-    """Texts that grow by several tokens at a time, trees below them, a text that waits and comes back."""
+    """Texts that grow by several tokens at once, trees below them, and a text that pauses and returns."""
     model = like(MODEL, 0.2)
     small = SmallModel(prepare_model(copy.deepcopy(model)), 4, 1 << 20)
     sequences = [DecodingSequence(GenerationRequest(str(i), prompt), 40) for i, prompt in enumerate(PROMPTS[:3])]
@@ -179,7 +179,7 @@ def test_a_small_model_s_cache_answers_as_the_model_does_alone():
 
 
 def test_alternatives_are_what_the_target_would_sooner_say():
-    """Against the model alone: of each of a prompt's tokens at most two that are likelier, where there are."""
+    """Compared with the model alone: for each prompt token, at most two likelier tokens, if there are any."""
     drafter = AlignedDrafter()
     prompts = [np.concatenate((prompt, prompt[:5])).astype(np.int32) for prompt in PROMPTS[:4]]
     drafted = {}
@@ -208,11 +208,11 @@ def test_ngrams_are_looked_for_behind_the_longest_key(context, expected):
     assert ngrams_behind(np.array(context)) == expected
 
 
-CYCLE = [24, 25, 26, 27, 28, 29, 30]  # no end token among them
+CYCLE = [24, 25, 26, 27, 28, 29, 30]  # without end tokens
 
 
 def test_lookahead_drafts_what_it_guessed():
-    """A target that goes round in a cycle: its guesses are soon right, and n-grams of them are drafted."""
+    """The target repeats a cycle, so its guesses are soon right, and n-grams of them are drafted."""
     engine = tiny_engine(cycling_model(), verifier="greedy", max_draft_tokens=32)
     request = GenerationRequest("a", np.array(CYCLE[:2], np.int32), max_new_tokens=40)
     (result,) = engine.generate([request], LookaheadDrafter())
@@ -221,7 +221,7 @@ def test_lookahead_drafts_what_it_guessed():
 
 
 def cycling_model():
-    """A model that looks at the last token alone, and says what follows it in CYCLE."""
+    """A model that depends on the last token alone, and predicts its successor in CYCLE."""
     model = copy.deepcopy(MODEL)
     with torch.no_grad():
         for layer in model.model.layers:

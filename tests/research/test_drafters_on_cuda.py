@@ -1,4 +1,4 @@
-"""What draft models ask of a CUDA device, on a pretended one."""
+"""Draft models on a pretended CUDA device."""
 
 import copy
 
@@ -17,7 +17,7 @@ from laserbatch.pipeline.decoding.model.load import prepare_model
 
 @pytest.mark.parametrize("kind", ["small", "eagle"])
 def test_what_small_models_draft_is_computed_by_graphs_that_wait_once_a_level(kind, tmp_path):
-    """Each level of a tree is a forward of the draft model, and its likeliest tokens come to the host."""
+    """Each level of a tree is one forward of the draft model, whose likeliest tokens are copied to the host."""
     model, prompts, num_new, length = one_layer(), tiny_prompts(2), 4, 2
     expected = plain_texts(model, prompts, num_new)
     small = like(model, 0.15)
@@ -38,16 +38,16 @@ def test_what_small_models_draft_is_computed_by_graphs_that_wait_once_a_level(ki
                 texts = {result.request_id: result.token_ids.tolist() for result in results}
                 assert [texts[str(i)] for i in range(len(prompts))] == expected
                 by_round.append([token_ids for token_ids, _, _ in drafts[start:]])
-            steps = [draft for draft in drafts if draft[0]][1:]  # the first compares the kernel
+            steps = [draft for draft in drafts if draft[0]][1:]  # the first step also compares the kernel
             num_waits = [waits for _, waits, _ in steps]
             assert np.median(num_waits) == min(num_waits) == length
-            launches[attention] = min(num_launches for _, _, num_launches in steps)  # once all sizes are captured
+            launches[attention] = min(num_launches for _, _, num_launches in steps)  # after all sizes were captured
     assert all(drafts == by_round[0] for drafts in by_round) and any(by_round[0])
     assert launches["auto"] < 0.25 * launches["torch"], launches
 
 
 def watch_drafts(drafter, cuda) -> list[tuple[list[int], int, int]]:
-    """Of each step's drafts from now on: their tokens, and how often the host waits and launches for them."""
+    """The list to which each later step appends its drafted tokens and the numbers of waits and launches for them."""
     drafts, draft_all = [], drafter.draft_all
 
     def watched(*arguments):

@@ -1,4 +1,4 @@
-"""Heads of a target, Medusa's and EAGLE's: what they draft is what they say, and texts stay those of plain decoding."""
+"""Heads of a target, Medusa's and EAGLE's: drafts follow their predictions, and texts equal those of plain decoding."""
 
 import copy
 
@@ -81,7 +81,7 @@ def test_greedy_texts_are_plain_ones(kind, tmp_path):
 
 
 class Asked:
-    """A draft model that delegates to another one and records what it was asked."""
+    """A draft model that delegates to another one and records the requests."""
 
     def __init__(self, model) -> None:
         self._model, self.answers, self._drafting = model, [], []
@@ -107,7 +107,7 @@ class Asked:
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
 def test_heads_say_what_they_say_alone(kind, tmp_path):
-    """Against the head over the states of transformers' forward, a text at a time, without any cache."""
+    """Compared with the head on the states of transformers' forward, one text at a time, without a cache."""
     engine, drafter = engine_of(written_head(tmp_path / kind, kind), batch_size=4)
     watched = drafter._models[0] = Asked(drafter._models[0])
     list(engine.generate(requests_for(PROMPTS[:5], 8), drafter))
@@ -124,13 +124,13 @@ def states_of(token_ids) -> torch.Tensor:
 
 @torch.inference_mode()
 def slow_medusa(heads: MedusaHeads, context: np.ndarray, num_prompt: int, path: list[int]) -> torch.Tensor:
-    state = states_of(context[:-1])[-1]  # that chose the last token
+    state = states_of(context[:-1])[-1]  # the state that predicted the last token
     return torch.log_softmax(MODEL.lm_head(heads(state)[len(path)]), -1)
 
 
 @torch.inference_mode()
 def slow_eagle(head: EagleHead, context: np.ndarray, num_prompt: int, path: list[int]) -> torch.Tensor:
-    """Token after token, all before it anew, with transformers' own attention."""
+    """One token at a time, each with all earlier ones computed anew, with transformers' own attention."""
     plain = EagleHead(LlamaConfig(**layer_of(MODEL.config), attn_implementation="eager"))
     plain.load_state_dict(head.state_dict())
     features = states_of(context[:-1])[num_prompt - 1 :]

@@ -1,4 +1,4 @@
-"""Which earlier lists stay, and what they draft, against plain loops."""
+"""The choice of earlier lists to carry over, and their drafts, against plain loops."""
 
 import datetime
 from collections import Counter
@@ -23,7 +23,7 @@ ITEMS = ItemCodes(pa.array([f"i{n}" for n in range(20)]), CODES, (3, 3, 3))
 
 @pytest.fixture
 def before():
-    """Lists of thirty users, in chunks as files have them; i20 and i21 have left the catalogue since."""
+    """Lists of thirty users, in chunks like those of files. i20 and i21 are no longer in the catalogue."""
     rng = np.random.default_rng(0)
     rows = [
         {
@@ -57,7 +57,7 @@ def test_a_list_stays_where_it_follows_from_the_same_and_has_only_what_is_there(
 def test_a_stale_list_has_nothing_that_its_user_has_had_since():
     columns = {"entity_id": ["a", "b", "c"], "items": [["i1", "i2", "i3"], ["i4"], ["i5"]]}
     table = pa.table(columns | {"scores": [[-1.0, -2.0, -3.0], [-1.0], [-1.0]], "route": ["history"] * 3})
-    histories = [np.array([5]), np.array([2, 7]), np.array([4, 4])]  # of c, a and b
+    histories = [np.array([5]), np.array([2, 7]), np.array([4, 4])]  # of users c, a and b
     remaining = without_had(pa.concat_tables([table, table.slice(0, 0)]), pa.array(["c", "a", "b"]), histories, ITEMS)
     assert remaining.schema == table.schema and remaining["items"].to_pylist() == [["i1", "i3"], [], []]
     assert remaining["scores"].to_pylist() == [[-1.0, -3.0], [], []]

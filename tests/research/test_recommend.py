@@ -1,4 +1,4 @@
-"""Nightly lists: written, carried over, resumed, held back; nothing that left the catalogue; wrong input is named."""
+"""Nightly lists: written, carried over, resumed, held back; without removed items; wrong input is named."""
 
 import datetime
 import json
@@ -30,7 +30,7 @@ from laserbatch.research.recommending.training import RecommenderOptions
 
 @pytest.fixture(autouse=True)
 def lists_are_made_here(request, monkeypatch):
-    """By one worker in this process, but for tests that are marked: Ray's take seconds to start."""
+    """Make lists by one worker in this process, except in tests marked `ray`: Ray takes seconds to start."""
     if not request.node.get_closest_marker("ray"):
         make_lists_here(monkeypatch)
 
@@ -52,12 +52,12 @@ def make_lists_here(patched: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A world, codes of its items, a recommender that has seen it twice, and a small one that drafts for it."""
+    """A world with codes of its items, a recommender trained for two epochs, and a small one that drafts for it."""
     folder = make_world(tmp_path_factory.mktemp("world"))
     items = read_tables(folder / "tables", as_of=datetime.date.fromisoformat(FIRST_DATE)).items
-    ids = items["item_id"].combine_chunks()  # later ones have no codes, as after a training
+    ids = items["item_id"].combine_chunks()  # later items have no codes, like items after a training
     codes = [[number // 6, number // 2 % 3, number % 2] for number in range(len(ids))]
-    codes[-1][-1] = 2  # so that there is room behind the others' codes
+    codes[-1][-1] = 2  # so that the last level has a free code
     pq.write_table(pa.table({"item_id": ids, "codes": codes}), folder / "codes.parquet")
     train = ("recommender", "train", "--config", str(write_config(folder)))
     target = ("--codes", str(folder / "codes.parquet"), "--out", str(folder / "recommender"), "--epochs", "2")
@@ -71,7 +71,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def world(trained, tmp_path):
-    """A copy to spoil."""
+    """A copy of that world that tests may change."""
     for name in ("tables", "codes.parquet"):
         (tmp_path / name).symlink_to(trained / name)
     return tmp_path, trained
@@ -110,7 +110,7 @@ def test_everybody_gets_a_list_and_the_unchanged_keep_theirs(world, capfd):
     assert lists_of(fresh) == lists_of(second) and json.loads(fresh.stdout)["run_id"].endswith("-2")
     assert (
         json.loads(fresh.stdout)["forwards_saved"] > json.loads(first.stdout)["forwards_saved"]
-    )  # last night's drafted
+    )  # last night's lists were drafted
     older = recommend(capfd, world, "2025-02-27", keep_runs=1)
     assert older.returncode == 0 and "stays published" in older.stderr
     runs = Workspace.open(world[0] / "workspace" / "recommendations").runs()
@@ -118,7 +118,7 @@ def test_everybody_gets_a_list_and_the_unchanged_keep_theirs(world, capfd):
 
 
 def publish_vectors(folder) -> pa.ChunkedArray:
-    """Vectors of all items of the second date, as a run of texts leaves them; the items."""
+    """Publish a run with random vectors of all items of the second date; returns the items."""
     items = read_tables(folder / "tables", as_of=datetime.date.fromisoformat(SECOND_DATE)).items["item_id"]
     vectors = np.random.default_rng(0).normal(size=(len(items), 8)).astype(np.float32)
     workspace = Workspace.open(folder / "workspace")
@@ -142,7 +142,7 @@ def test_who_did_nothing_new_gets_a_list_with_new_items_in_time(world, capfd, mo
 
 
 def test_new_items_are_listed_by_the_codes_of_the_most_alike(world, capfd):
-    """Vectors are those of the published run of texts."""
+    """The vectors are those of the published run."""
     folder, _ = world
     alone = recommend(capfd, world, SECOND_DATE)
     assert "0 get the codes of the most similar item" in alone.stderr
@@ -170,7 +170,7 @@ def had_by_users(path) -> dict:
 
 
 def test_what_somebody_has_had_is_listed_again_only_where_it_may_be(world, capfd):
-    """One of three users has had all items, one all but two, and one all but five."""
+    """Of three users, one has had all items, one all but two, and one all but five."""
     folder, trained = world
     (folder / "tables").unlink()
     shutil.copytree(trained / "tables", folder / "tables")
@@ -232,7 +232,7 @@ def test_rays_workers_go_on_with_what_a_killed_run_finished(world, capfd, monkey
 
 
 def test_lists_of_somebody_who_is_forgotten_go(world, capfd):
-    """They also disappear from the place of delivery."""
+    """They are also removed from the place of delivery."""
     folder, _ = world
     there = folder / "bucket"
     there.mkdir()
@@ -246,7 +246,7 @@ def test_lists_of_somebody_who_is_forgotten_go(world, capfd):
     assert forgotten.returncode == 0, forgotten.stderr
     assert user not in lists_of(done) and json.loads(forgotten.stdout)["ids"]["user"]
     assert user not in pq.read_table(delivered)["user_id"].to_pylist()
-    assert recommend(capfd, world, **deliver_to).returncode == 0  # finished still
+    assert recommend(capfd, world, **deliver_to).returncode == 0  # the night is still finished
     write_config(folder)
     dry = run_here(capfd, "forget", "--config", str(folder / "laserbatch.yaml"), "--user", "u0", "--dry-run", "--json")
     assert json.loads(dry.stdout)["not_reached"] == [f"{there.as_uri()}/recommendations"]
@@ -278,7 +278,7 @@ def test_users_whose_numbers_are_broken_keep_the_last_list_as_stale(world, capfd
     broken = folder / "broken" / "recommender"
     shutil.copytree(trained / "recommender", broken)
     weights = load_file(broken / "model.safetensors")
-    weights["model.embed_tokens.weight"][1 + 3] = torch.nan  # the fourth code of the first level
+    weights["model.embed_tokens.weight"][1 + 3] = torch.nan  # the embedding of the fourth code of the first level
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
     done = recommend(capfd, world, SECOND_DATE, model=str(broken))
     assert done.returncode == 4 and "quarantine" in done.stderr and "not published" in done.stderr

@@ -1,4 +1,4 @@
-"""Losses of drafts against plain loops; training that learns, and gives the same bytes again."""
+"""Losses of drafts against plain loops; training that learns, and gives the same bytes each time."""
 
 from dataclasses import replace
 
@@ -77,7 +77,7 @@ def test_windows_hold_every_item_behind_another():
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """Items of a few codes; users go on from one to the next, mostly. A target that was trained on them."""
+    """Items with few codes, users who mostly go on from one item to the next, and a target trained on them."""
     rng = np.random.default_rng(0)
     codes = np.array(sorted({tuple(row) for row in rng.integers(0, (4, 3, 3), (30, 3)).tolist()}), np.int32)
     items = ItemCodes(pa.array([str(number) for number in range(len(codes))]), codes, (4, 3, 3))

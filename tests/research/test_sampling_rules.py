@@ -1,4 +1,4 @@
-"""Rules that sample by how drafts were drawn: what they write has the target's distribution."""
+"""Rules that sample according to how drafts were drawn: texts have the target's distribution."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -22,12 +22,12 @@ from laserbatch.research.verifiers.rejection import recursive_rejection
 NAMES = ("leviathan", "specinfer", "k_seq", "rsd")
 LEVIATHAN, SPECINFER, K_SEQ, RSD = (verifier_plugin(name).make(DecodingSettings()) for name in NAMES)
 NUM_TEXTS = 4_000
-SEEDS = (4, 3)  # of draft models whose draws leave several tokens open, so that wrong rules show
+SEEDS = (4, 3)  # seeds of draft models that leave several tokens open, so that wrong rules show
 
 
 @dataclass
 class ToyModel(DraftModel):
-    """A draft model that looks at the last token alone."""
+    """A draft model that depends on the last token alone."""
 
     seed: int
     table: torch.Tensor = field(init=False)
@@ -72,10 +72,10 @@ def test_texts_have_the_distribution_of_the_target(name):
     counts, expected = counts_and_expected(texts)
     assert chisquare(counts, expected).pvalue > MIN_P
     alone = first_tokens(drafted(shape, num_models, 40), 2, rule.sampled)
-    assert np.array_equal(alone, texts[:40])  # its batch does not matter
+    assert np.array_equal(alone, texts[:40])  # texts do not depend on the batch
 
 
-# Wrong: a rejected draw is not taken out of what is left; of draws without replacement q is not what is left of it.
+# Wrong rules: a rejected draw stays in the residual; after draws without replacement q is not renormalised.
 RESIDUAL_FORGOTTEN = SamplingRule(lambda p, draws: (recursive_rejection(p, draws)[0], p))
 COUNTED_WITH_REPLACEMENT = SPECINFER
 
@@ -90,7 +90,7 @@ def test_a_wrong_rule_is_caught(rule, shape):
 
 
 def test_chosen_tokens_beside_drawn_ones_keep_the_distribution():
-    """For example a pool's tokens: they count as drawn from a distribution with only this token."""
+    """For example tokens of a pool, which count as draws from a distribution with only that token."""
     drawn = drafted(Chains(2, 1), 1)
     blended, arrays = drawn.proposals, []
     for tree in drawn:
@@ -105,20 +105,20 @@ def test_chosen_tokens_beside_drawn_ones_keep_the_distribution():
 
 
 def with_root(tree, token: int):
-    """The tree with one token more below its root, the last of its nodes."""
+    """The tree with one more token below its root, as its last node."""
     root = chain_tree([token])
     columns = (np.concatenate((getattr(tree, name), getattr(root, name))) for name in vars(tree))
     return type(tree)(*columns)
 
 
 def test_small_models_draft_with_the_target_s_noise_where_texts_are_sampled_greedily():
-    """Texts are those of plain sampling, and a model that is the target drafts nothing else."""
+    """Texts equal those of plain sampling, and a draft model equal to the target drafts exactly these."""
     plain = first_tokens(TreeBatch.empty(200), 3, SampledLogits)
     other = Beams(2, 2).grow([ToyModel(SEEDS[0])], texts_of(200), TEMPERATURE)
     assert np.array_equal(first_tokens(other, 3, SampledLogits), plain)
 
 
-# RSD, Figure 1: drafts of Ber(p), target Ber(q), two draws.
+# RSD, Figure 1: drafts from Ber(p), target Ber(q), two draws.
 @pytest.mark.parametrize(("p", "q"), [(0.1, 0.9), (0.3, 0.6), (0.5, 0.5), (0.8, 0.15)])
 def test_the_bernoulli_example(p, q):
     num = 40_000
@@ -133,7 +133,7 @@ def test_the_bernoulli_example(p, q):
     def share(rule, tokens) -> float:
         return float((rule.draw(target, Draws(tokens, rows, log_q, uniform))[0] >= 0).double().mean())
 
-    probability = min(p, q) + min(1 - p, 1 - q)  # of one draw
+    probability = min(p, q) + min(1 - p, 1 - q)  # of accepting one draw
     left = [max(0, q - p), max(0, p - q)]
     residual = np.array(left[::-1]) / max(sum(left), 1e-12)
     again = min(1 - p, residual[0]) + min(p, residual[1])
@@ -144,7 +144,7 @@ def test_the_bernoulli_example(p, q):
 
 
 def k_seq_by_hand(p: float, q: float) -> float:
-    """1 - (1 - beta)^2 where that is rho beta, by trying many rho."""
+    """The acceptance 1 - (1 - beta)^2 at the least rho for which it is at most rho beta, found by trying many."""
     for rho in np.linspace(1, 2, 100_001):
         beta = min(p, q / rho) + min(1 - p, (1 - q) / rho)
         if 1 - (1 - beta) ** 2 <= rho * beta:
@@ -162,7 +162,7 @@ def test_truncation_is_the_paper_s_equation_and_stable():
 
 
 def test_stochastic_beams_are_a_sample_without_replacement():
-    """Of two-token paths the first of the sample comes as often as the model says, and no path twice."""
+    """The first of the sampled two-token paths has the model's distribution, and no path is drawn twice."""
     trees = drafted(StochasticBeams(3, 2), 1)
     p = torch.softmax(ToyModel(SEEDS[0]).table.double() / TEMPERATURE, -1).numpy()
     firsts = np.zeros(VOCAB)

@@ -13,7 +13,7 @@ from laserbatch.jobs.stages.run_night import run_night
 from laserbatch.research.drafter_training import train_on_runs
 
 DECODING = {"verifier": "greedy", "min_acceptance": 0.0, "max_new_tokens": 192}
-DEPTHS = {"small": 5, "medusa": 4}  # that each kind drafts
+DEPTHS = {"small": 5, "medusa": 4}  # number of tokens that each kind drafts
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Training of drafters: losses against plain loops, what a trained one gains, and a training that was killed."""
+"""Training of drafters: losses against plain loops, the gain of a trained drafter, and a training that was killed."""
 
 import copy
 import json
@@ -88,7 +88,7 @@ def test_a_trained_drafter_is_often_right_and_changes_no_text(kind, trained, tex
         expected = judging[int(result.request_id)].token_ids
         assert result.token_ids.tolist() == expected.tolist()
     pace = sum(len(r.token_ids) for r in results) / sum(r.num_steps for r in results)
-    assert pace == pytest.approx(card.tokens_per_step, rel=0.1)  # the card says what the drafter does
+    assert pace == pytest.approx(card.tokens_per_step, rel=0.1)  # the card says how the drafter works
 
 
 def plain_target() -> Target:
@@ -96,7 +96,7 @@ def plain_target() -> Target:
 
 
 def test_the_loss_of_aligned_steps_is_that_of_a_plain_loop(texts):
-    """One text, one token after another: the j-th token of a draft goes on from the features of the j - 1 before it."""
+    """One text, one token at a time: the j-th drafted token depends on the features of the j - 1 before it."""
     target, text = plain_target(), texts[1]
     text = TrainingText(text.prompt_ids, text.token_ids[:7])
     torch.manual_seed(1)
@@ -118,15 +118,15 @@ def test_the_loss_of_aligned_steps_is_that_of_a_plain_loop(texts):
 
 
 def plain_steps(head: EagleHead, target: Target, features: torch.Tensor, tokens: list[int], num_steps: int):
-    """Features that a head says, by step: each place alone, with all that it would see while it drafts, anew."""
+    """A head's features by step: each position is computed alone, from everything that it would see while drafting."""
     plain = copy.deepcopy(head)
     plain.config._attn_implementation = plain.layer.self_attn.config._attn_implementation = "eager"
     embeddings = target.embed(torch.tensor(tokens))
-    inputs_by_step = [features[:-1]]  # by step, what each place goes on from
+    inputs_by_step = [features[:-1]]  # by step: the input feature at each position
     for step in range(num_steps):
         outputs = []
         for place in range(len(tokens)):
-            # The last `step` places were drafted: the nearest in the step before, and so on.
+            # The last `step` positions were drafted: the nearest one in the previous step, and so on.
             inputs = [inputs_by_step[max(0, step - (place - other))][other] for other in range(place + 1)]
             hidden = plain.join(torch.cat((embeddings[: place + 1], torch.stack(inputs)), -1))[None]
             positions = torch.arange(place + 1)[None]
@@ -163,7 +163,7 @@ def test_an_adapted_target_stays_near_itself_and_is_drafted_for(texts, tmp_path)
     assert all(result.token_ids.tolist() == plain[result.request_id] for result in results)
     assert sum(result.num_accepted for result in results) > 0
     same = [plain[str(i)] == text.token_ids.tolist() for i, text in enumerate(texts[:12])]
-    assert np.mean(same) > 0.5  # of the texts of the model as it was
+    assert np.mean(same) > 0.5  # compared with texts of the original model
 
 
 def test_a_killed_training_goes_on_to_the_same_bytes(texts, trained, tmp_path, monkeypatch):
@@ -186,7 +186,7 @@ def test_a_killed_training_goes_on_to_the_same_bytes(texts, trained, tmp_path, m
     finally:
         os.umask(umask)
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
-    assert steps[0] == 7  # the seventh step's checkpoint was not written yet
+    assert steps[0] == 7  # before the checkpoint of the seventh step
     whole = trained["eagle"][0]
     assert (tmp_path / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     cards = [json.loads((folder / CARD_NAME).read_text()) | {"training_seconds": 0} for folder in (tmp_path, whole)]
@@ -205,13 +205,13 @@ def test_a_folder_of_other_files_is_refused_before_a_run_is_read(tmp_path):
 
 
 def test_judgement_counts_chains(texts):
-    """Against a plain count of how far the likeliest tokens go on being right."""
+    """Compared with a plain count of the likeliest tokens that are right in a row."""
 
     class Fixed:
         module = torch.nn.Identity()
 
         def log_probs_by_depth(self, batch, num_depths):
-            """Depth j says the token's own successor where the token before it is even."""
+            """Depth j predicts the right successor if the token before it is even."""
             for depth in range(1, num_depths + 1):
                 labels, before = batch.tokens[:, depth:], batch.tokens[:, depth - 1 : -1]
                 guess = torch.where(before % 2 == 0, labels, (labels + 1) % 100)
@@ -235,7 +235,7 @@ def test_judgement_counts_chains(texts):
 
 @pytest.fixture(scope="module")
 def shallow(tmp_path_factory) -> Path:
-    """The bundled model with its first layer alone: on a pretended device each operation takes long."""
+    """The bundled model with its first layer only: operations on a pretended device are slow."""
     folder = tmp_path_factory.mktemp("shallow") / "model"
     shutil.copytree(SAMPLE_MODEL, folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -270,7 +270,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_a_damaged_one_is
     assert synced == [False, True] and learning.read_facts(path) == {"step": 3}
     path.write_bytes(path.read_bytes()[:20])
     assert learning.read_facts(path) == {}
-    for name in (f".{path.name}.1-ab.tmp", ".thesis.txt.1-ab.tmp"):  # of a killed writer
+    for name in (f".{path.name}.1-ab.tmp", ".thesis.txt.1-ab.tmp"):  # remains of a killed writer
         (tmp_path / name).touch()
     assert learning.files_in(tmp_path) == {path.name}
     learning.drop_files(tmp_path, path.name)

@@ -1,4 +1,4 @@
-"""Rules that go by how unsure the target is."""
+"""Rules that depend on the uncertainty of the target."""
 
 from dataclasses import replace
 
@@ -87,7 +87,7 @@ UNSURE = [0.25, 0.15, 0.2, 0.01, 0.13, 0.13, 0.13]
 
 
 def test_typical_acceptance_asks_less_where_the_target_is_unsure():
-    rule = Typical(0.2)  # at UNSURE what suffices is sqrt(0.2) exp(-1.8) = 0.075, at SURE 0.2
+    rule = Typical(0.2)  # the threshold is sqrt(0.2) exp(-1.8) = 0.075 at UNSURE, and 0.2 at SURE
     assert num_accepted(rule, chain_tree([1]), UNSURE, UNSURE) == 1
     assert num_accepted(rule, chain_tree([1]), SURE, UNSURE) == 0
 
@@ -113,7 +113,7 @@ def test_a_loose_token_stands_where_enough_of_the_targets_choices_follow_it():
     rule = FLy(0.5, 2)
     follow = [[0.9, 0.05, 0.01, 0.01, 0.01, 0.01, 0.01]] * 4
     assert num_accepted(rule, chain_tree([2, 0, 0]), UNSURE, *follow[:3]) == 3
-    assert num_accepted(rule, chain_tree([2, 0]), UNSURE, *follow[:2]) == 0  # the draft ends too early
-    assert num_accepted(rule, chain_tree([2, 0, 1]), UNSURE, *follow[:3]) == 0  # and here the target goes elsewhere
+    assert num_accepted(rule, chain_tree([2, 0]), UNSURE, *follow[:2]) == 0  # the draft is too short
+    assert num_accepted(rule, chain_tree([2, 0, 1]), UNSURE, *follow[:3]) == 0  # the target disagrees at the last
     assert num_accepted(rule, chain_tree([2, 0, 0]), SURE, *follow[:3]) == 0  # the target is sure
     assert num_accepted(rule, chain_tree([0, 2, 0, 0]), SURE, UNSURE, *follow[:3]) == 4

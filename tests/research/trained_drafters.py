@@ -1,4 +1,4 @@
-"""Engines with the drafter `trained`, set up as a worker does."""
+"""Engines with the drafter `trained`, set up as by a worker."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from laserbatch.research.drafters.options import TrainedOptions
 
 
 def trained(*others: str, **options: Any) -> dict[str, Any]:
-    """Settings of decoding by which `trained` drafts, with its options, beside other drafters."""
+    """Decoding settings with the drafter `trained`, its options, and other drafters before it."""
     return {"drafters": (*others, "trained"), "drafter_options": {"trained": options}}
 
 
@@ -27,7 +27,7 @@ def engine_of_loaded(loaded: LoadedModel, settings: DecodingSettings) -> tuple[E
 
 
 def drafter_of(small: tuple[LoadedModel, ...], settings: DecodingSettings, pool=None) -> Drafter:
-    """The drafter of settings whose small models are these."""
+    """The drafter of `settings`, with these small models."""
     models = DraftModels(
         small, (None,) * len(small), options=settings.drafter_options.get("trained") or TrainedOptions()
     )
