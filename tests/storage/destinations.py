@@ -1,4 +1,4 @@
-"""Where tests deliver to and read tables from: a folder by its URI, and an S3-compatible server on this machine."""
+"""Places of deliveries and tables in tests: a folder with a URI, and an S3-compatible server on this machine."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def bucket() -> Iterator[str]:
-    """URI of an empty bucket on a server of the session's own."""
+    """The URI of an empty bucket on a server for this session."""
     import pyarrow.fs as pafs
     from moto.server import ThreadedMotoServer
 
@@ -32,7 +32,7 @@ def bucket() -> Iterator[str]:
 
 @pytest.fixture(params=["file", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A URI below which nothing is yet."""
+    """A URI with nothing below it."""
     if request.param == "file":
         return f"file://{tmp_path}/there"
     return f"{request.getfixturevalue('bucket')}/{tmp_path.name}"

@@ -1,4 +1,4 @@
-"""A catalogue of Iceberg tables that is a folder: the newest metadata file of a table is its current version."""
+"""An Iceberg catalogue in a folder: the newest metadata file of a table is its current version."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from pyiceberg.table.update import update_table_metadata
 
 
 class FolderCatalog(NoopCatalog):
-    """What pyiceberg makes of a catalogue of type `in-memory`, since that needs SQLAlchemy; `warehouse` is a path."""
+    """Replaces pyiceberg's catalogue of type `in-memory`, which needs SQLAlchemy; `warehouse` is a path."""
 
     def create_namespace(self, namespace, properties=None) -> None:
         pass

@@ -69,7 +69,7 @@ def test_a_kill_between_write_and_rename_keeps_the_old_file(tmp_path):
     process = subprocess.run([sys.executable, "-c", KILLED_BEFORE_RENAME, str(target)], check=False)
     assert process.returncode == -signal.SIGKILL
     assert target.read_text() == "old"
-    assert len(os.listdir(tmp_path)) == 2  # the temporary file, under a name that no reader takes
+    assert len(os.listdir(tmp_path)) == 2  # the temporary file, which has a name that readers ignore
     assert not list(tmp_path.glob("*.txt"))[1:]
     assert remove_leftovers(tmp_path) == 1
     assert os.listdir(tmp_path) == ["a.txt"]
@@ -119,8 +119,8 @@ def test_a_kill_while_a_folder_is_replaced_leaves_the_earlier_or_the_new_one(tmp
     command = [sys.executable, "-c", KILLED_WHILE_REPLACING, str(target), str(num_done), str(can_exchange)]
     process = subprocess.run(command, check=False)
     assert process.returncode == -signal.SIGKILL
-    if (can_exchange, num_done) == (False, 1):  # the one moment in which nothing is at the path
-        remove_leftovers(tmp_path)  # as a night does
+    if (can_exchange, num_done) == (False, 1):  # the only moment without a folder at the path
+        remove_leftovers(tmp_path)  # like a night
         with pytest.raises(FaultyTable, match=r"was killed: give it again, or move .*\.replaced to"):
             tables_folder(target)
         with pytest.raises(ConfigError, match="not empty"), atomic_folder(target):
@@ -169,7 +169,7 @@ def write_on_a_full_disk(path: Path) -> None:
 
 
 def test_a_write_that_fails_names_the_path_that_was_to_be_written(tmp_path, monkeypatch):
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as worker:  # whose errors travel
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as worker:  # which sends its errors back
         of_file = worker.submit(write_on_a_full_disk, tmp_path / "a.parquet").exception()
     with pytest.raises(OSError) as of_folder, atomic_folder(tmp_path / "tables") as folder:
         (folder / "users" / "0").write_text("")
@@ -212,7 +212,7 @@ def test_what_killed_writers_left_behind_links_is_removed_too(tmp_path):
     (workspace / "runs").symlink_to(elsewhere)
     assert remove_leftovers(workspace) == 1
     assert [path.name for path in (elsewhere / "run").iterdir()] == ["whole"]
-    (workspace / ".runs.1-ab.tmp").symlink_to(elsewhere / "run")  # of a removal that was killed
+    (workspace / ".runs.1-ab.tmp").symlink_to(elsewhere / "run")  # left by a killed removal
     assert remove_leftovers(workspace) == 1
     assert not (elsewhere / "run").exists() and (workspace / "runs").is_symlink()
 

@@ -53,7 +53,7 @@ def there(uri):
 
 
 def seen(uri):
-    """The run that readers there see, which is whole and of one piece."""
+    """The run that readers at `uri` see, after a check that all its files are there."""
     files = there(uri)
     run_id = json.loads(files["published.json"])["run_id"]
     run = {name.removeprefix(f"runs/{run_id}/"): text for name, text in files.items() if f"/{run_id}/" in name}
@@ -128,7 +128,7 @@ def test_readers_go_back_only_where_somebody_asks_or_a_run_was_taken_back(worksp
     now = datetime.datetime.now(datetime.UTC)
     (delivered,) = workspace_state(workspace, now)["delivered"]
     assert (delivered["to"], delivered["run_id"]) == (place, NEW)
-    deliver(workspace, place, force=True)  # as `runs publish` does, which has no events
+    deliver(workspace, place, force=True)  # like `runs publish`, which writes no events
     assert seen(place) == last_deliveries(workspace.root)[0]["run_id"] == OLD
     assert f"{place}: {OLD}, sent at 20" in summary_rows(workspace_state(workspace, now))["delivered"]
     workspace.publication.publish(NEW)
@@ -146,7 +146,7 @@ def test_who_is_forgotten_here_is_forgotten_there(workspace, place):  # noqa: F8
     removed = workspace.run("2025-02-01-aaaaaaaa")
     workspace.run(OLD).root.rename(removed.root)
     Destination.at(place).copy(removed)
-    removed.root.rename(workspace.run(OLD).root)  # `gone` is there alone: somebody has removed it here by hand
+    removed.root.rename(workspace.run(OLD).root)  # only `uri` has `gone`: it was removed here by hand
     for run_id in (OLD, NEW):
         (workspace.run(run_id).root / "knowledge" / "user" / "0.parquet").write_text("without them")
     done = forget_delivered(workspace, place)

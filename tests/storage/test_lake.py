@@ -51,7 +51,7 @@ lake.LakeTables.at(sys.argv[1]).deliver(RunFolder(Path(sys.argv[2])))
 
 
 def features(run_id: str, side: Side, dim: int = 4, num_rows: int = 5, id_type: pa.DataType | None = None) -> pa.Table:
-    """A feature table; each run has vectors of its own."""
+    """A feature table; each run has other vectors."""
     id_type = id_type or (pa.string() if side == "user" else pa.int64())
     vectors = np.random.default_rng(int(run_id[8:10])).normal(size=num_rows * dim).astype(np.float32)
     ids = pa.array(range(num_rows)).cast(id_type)
@@ -85,7 +85,7 @@ def workspace(tmp_path) -> Workspace:
 
 
 KINDS = ["delta on a disk", "delta on s3", "iceberg", "iceberg of sqlite"]
-# Delta Lake's library alone knows where its tables lie: what each call does there is seen where runs come and go.
+# Delta Lake's library alone handles the store of its tables; tests of removed runs check each call to it.
 not_on_s3 = pytest.mark.parametrize("place", [kind for kind in KINDS if kind != "delta on s3"], indirect=True)
 
 
@@ -110,7 +110,7 @@ def place(request, tmp_path, monkeypatch) -> str:
         options = {"TYPE": "sql", "URI": f"sqlite:///{tmp_path}/catalog.db", "WAREHOUSE": f"file://{tmp_path}/lake"}
     for name, value in options.items():
         monkeypatch.setenv(f"PYICEBERG_CATALOG__HERE__{name}", value)
-    monkeypatch.setattr("pyiceberg.catalog._ENV_CONFIG", Config())  # which is read when pyiceberg is imported
+    monkeypatch.setattr("pyiceberg.catalog._ENV_CONFIG", Config())  # pyiceberg reads it at import
     return "iceberg://here/ctr"
 
 
@@ -126,7 +126,7 @@ def there(place: str, side: Side) -> pa.Table:
 
 
 def seen(place: str, workspace: Workspace) -> str:
-    """The run that readers take, of which both tables have every row once."""
+    """The run that readers take, after a check that both tables have each of its rows once."""
     run_id = LakeTables.at(place).published()["run_id"]
     for side in SIDES:
         rows = there(place, side)

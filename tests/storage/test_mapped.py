@@ -17,7 +17,7 @@ COLUMNS = {
 @pytest.mark.parametrize("kind, values, large", COLUMNS.values(), ids=COLUMNS)
 def test_a_column_in_a_file_is_that_in_memory(tmp_path, kind, values, large):
     chunks = [pa.array(part, kind) for part in values]
-    chunks[2] = chunks[2][1:]  # of a slice only its own values are written
+    chunks[2] = chunks[2][1:]  # only the values of the slice are written
     mapped, expected = mapped_column(chunks, tmp_path), pa.array([*values[0], *values[2][1:]], large)
     mapped.validate(full=True)
     assert mapped.equals(expected)

@@ -1,4 +1,4 @@
-"""Parquet files: what is written comes back, the bytes depend on the rows alone, damage names the file."""
+"""Parquet files: rows are read as written, the bytes depend on the rows alone, and errors of damage name the file."""
 
 from itertools import pairwise
 
@@ -86,7 +86,7 @@ def test_a_flipped_bit_is_noticed(tmp_path, position):
     path = tmp_path / "knowledge.parquet"
     write_parquet(pa.table({"a": [f"{number * 7919 % 1009}" for number in range(1000)]}), path)
     content = bytearray(path.read_bytes())
-    content[int((len(content) - 800) * position)] ^= 4  # in the pages, before the footer
+    content[int((len(content) - 800) * position)] ^= 4  # in the data pages, before the footer
     path.write_bytes(content)
     with pytest.raises(WorkspaceError, match=r"knowledge\.parquet is damaged"):
         read_parquet(path)

@@ -1,4 +1,4 @@
-"""Shards are finished or not there; quarantine survives with them; the manifest keeps what it is given."""
+"""Shards are finished or absent; quarantine is stored with them; manifests store what they are given."""
 
 import datetime
 import signal
@@ -36,7 +36,7 @@ def knowledge(*ids: object) -> pa.Table:
 
 
 def merged(run: RunFolder, side: str, more=(), id_type=None) -> pa.Table:
-    """The quarantine of a side as it is read."""
+    """Merge the quarantine of a side and read it."""
     ids = id_type or pa.string()
     run.merge_quarantine(side, run.shards(side).finished().values(), more, ids)
     return run.read_quarantine(side)
@@ -119,7 +119,7 @@ def test_a_kill_loses_the_shard_in_flight_and_no_other(run, killed_at):
     finished = run.shards("user").finished()
     assert list(finished) == ["00000"]
     run.shards("user").drop_unfinished(finished)
-    run.shards("user").write("00001", pa.table({"entity_id": ["u3"]}))  # done again; this time u4 is fine elsewhere
+    run.shards("user").write("00001", pa.table({"entity_id": ["u3"]}))  # the shard is done again, and u4 does not fail
     assert read_parquet(run.knowledge_folder("user"))["entity_id"].to_pylist() == ["u1", "u3"]
     assert merged(run, "user")["entity_id"].to_pylist() == ["u2"]
 
@@ -156,7 +156,7 @@ def test_a_reason_is_the_first_word_of_the_message():
     )
     assert QuarantineRow.of(7, "item", "crash").reason == "crash"
     assert QuarantineRow.of(7, "item", "").reason == "unknown"
-    sentence = "The prompt (length 900) is too long: 512 fit"  # other rows have other lengths
+    sentence = "The prompt (length 900) is too long: 512 fit"  # the length differs between rows
     assert QuarantineRow.of(7, "item", sentence) == QuarantineRow(7, "item", "unknown", sentence)
 
 

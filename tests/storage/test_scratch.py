@@ -1,4 +1,4 @@
-"""Temporary folders: gone with their process, or with the next one where that was killed."""
+"""Temporary folders are removed with their process, or by the next one if it was killed."""
 
 import os
 import signal

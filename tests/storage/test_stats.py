@@ -1,4 +1,4 @@
-"""Counts add up the same whether they are summed by text, by shard or by side."""
+"""Counts have the same sums by text, by shard and by side."""
 
 import numpy as np
 import pytest

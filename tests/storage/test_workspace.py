@@ -99,13 +99,13 @@ def test_a_pointer_that_is_lost_or_damaged_is_restored_with_all_that_it_knew(wor
     workspace.publication.roll_back()
     pointer = workspace.root / "published.json"
     pointer.unlink() if damage is None else pointer.write_text(damage)
-    if damage is None or "gone" not in damage:  # what somebody wrote is believed
+    if damage is None or "gone" not in damage:  # a pointer that names a run is believed
         assert workspace.publication.run_id() == second and workspace.publication.rolled_back() == [bad]
         assert workspace.publication.repair() == workspace.publication.run().run_id == second
         assert [run.run_id for run in workspace.publication.earlier_runs()] == [
             first
         ] and workspace.publication.rolled_back() == [bad]
-        remove_folder(workspace.run(second).root)  # by hand
+        remove_folder(workspace.run(second).root)  # as if by hand
         assert workspace.publication.repair() == first
     assert workspace.publication.repair() is None
 
@@ -165,7 +165,7 @@ def test_the_lock_of_a_killed_process_is_taken_over(workspace, caplog):
 
 def test_of_two_processes_that_lock_at_once_one_gets_it(workspace):
     contenders = [start(TRY, workspace) for _ in range(2)]
-    for contender in contenders:  # both have imported everything and wait for a line
+    for contender in contenders:  # both have imported everything and wait for input
         contender.stdin.write("go\n")
         contender.stdin.flush()
     assert sorted(contender.stdout.readline() for contender in contenders) == ["busy\n", "got it\n"]
@@ -210,7 +210,7 @@ def test_a_copy_without_times_keeps_the_order_in_which_editions_were_finished(wo
         finish(workspace, run_id)
     os.utime(workspace.run(second).success_path, (1, 1))
     assert [run.run_id for run in workspace.finished_runs()] == [first, second]
-    workspace.run(second).success_path.write_text("")  # of an earlier version: its time counts
+    workspace.run(second).success_path.write_text("")  # written by an earlier version: the file's time counts
     os.utime(workspace.run(second).success_path, (1, 1))
     assert [run.run_id for run in workspace.finished_runs()] == [second, first]
 
@@ -239,7 +239,7 @@ def test_what_was_taken_back_and_what_was_built_on_it_unseen_is_not_built_on(wor
     workspace.publication.roll_back()
     assert workspace.publication.not_built_on() == {bad, unseen, later}
     assert [run.run_id for run in workspace.finished_runs()] == [first, beside, damaged]
-    workspace.publication.publish(unseen)  # by name: somebody stands by it
+    workspace.publication.publish(unseen)  # `runs publish` overrules the rollback
     assert workspace.publication.not_built_on() == {bad}
 
 
@@ -257,7 +257,7 @@ def test_a_run_built_on_a_removed_run_that_was_built_on_a_rolled_back_one_is_not
     remove_folder(workspace.run(removed).root)
     assert workspace.publication.not_built_on() == set()
     workspace.publication.roll_back()
-    assert workspace.publication.not_built_on() == {bad, removed, built_on_it}  # pools of a removed run can be left
+    assert workspace.publication.not_built_on() == {bad, removed, built_on_it}  # pools of a removed run may remain
     assert [run.run_id for run in workspace.finished_runs()] == [first]
 
 
@@ -268,7 +268,7 @@ def test_a_run_that_is_rolled_back_while_its_folder_is_away_comes_back_rolled_ba
         workspace.publication.publish(run_id)
     workspace.run(bad).root.rename(tmp_path / "away")
     assert workspace.publication.roll_back() == first
-    finish(workspace, "2025-03-03-aaaaaaaa", bad)  # built on it
+    finish(workspace, "2025-03-03-aaaaaaaa", bad)  # built on `bad`
     (tmp_path / "away").rename(workspace.run(bad).root)
     assert workspace.publication.rolled_back() == [bad]
     assert [run.run_id for run in workspace.finished_runs()] == [first]
