@@ -1,4 +1,4 @@
-"""A tiny sound world, and the writing of tables for tests."""
+"""A tiny world without faults, and functions that write tables."""
 
 import datetime
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The check finds every fault, names its place, and finds nothing in sound tables."""
+"""The check finds every fault, names its place, and accepts sound tables."""
 
 import datetime
 import json
@@ -39,7 +39,7 @@ def interactions(**columns: object) -> dict:
 TWICE_HEAT = pa.concat_tables([sound_world()["items"], sound_world()["items"].slice(0, 1)])
 DAY_1_MS = DAY_1_S * 1000
 
-FAULTS = [  # (kind, table, column, row, value) of the one finding that the change must cause
+FAULTS = [  # (kind, table, column, row, value) of the expected finding, and the change that causes it
     ("missing-table", "users", None, None, None, {"users": None}),
     ("missing-column", "items", "title", None, None, {"items": replaced("items", title=None)}),
     ("missing-column", "interactions", "item_id", None, None, interactions(item_id=None)),
@@ -95,7 +95,7 @@ def test_of_events_some_have_a_rating(tmp_path):
     assert not check_tables(write_world(tmp_path / "some", interactions=replaced("interactions", **events)))
     without = replaced("interactions", **(events | {"rating": pa.nulls(3)}))
     (finding,) = check_tables(write_world(tmp_path / "none", interactions=without))
-    assert (finding.kind, finding.column) == ("wrong-type", "rating")  # leave it out
+    assert (finding.kind, finding.column) == ("wrong-type", "rating")  # the advice is to leave the column out
     infinite = replaced("interactions", **(events | {"rating": [math.inf, 1.0, None]}))
     (finding,) = check_tables(write_world(tmp_path / "infinite", interactions=infinite))
     assert (finding.kind, finding.row) == ("bad-rating", 0)
@@ -276,7 +276,7 @@ def test_files_with_other_columns_are_a_fault_that_names_both_and_the_column(tmp
         f"interactions.rating (interactions/1.parquet): {missing} interactions/0.parquet",
     ]
     extra = sound_world()["interactions"].append_column("source", pa.array(["mail"] * 3))
-    pq.write_table(extra, path / "interactions" / "1.parquet")  # no run reads it
+    pq.write_table(extra, path / "interactions" / "1.parquet")  # no run reads this column
     assert findings_of(path) == [("columns-differ", "mood", 0, False)]
 
 

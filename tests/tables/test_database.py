@@ -95,7 +95,7 @@ def test_what_was_asked_is_recorded(shop, tmp_path):
     events = described["interactions"]
     assert events["query_sha256"] == hashlib.sha256(b"SELECT * FROM events ORDER BY moment").hexdigest()
     assert (events["database"], events["num_rows"]) == (shop.name, NUM_EVENTS)
-    assert "database" not in described["users"]  # they are made of the interactions
+    assert "database" not in described["users"]  # users are derived from the interactions
 
 
 def test_tables_of_a_query_and_of_files_stand_side_by_side(shop, tmp_path):

@@ -1,4 +1,4 @@
-"""Folders as exporters leave them: read with the columns of their names, or refused; what is left out is named."""
+"""Folders in the layouts of exporters: partition names become columns, or are refused; ignored files are named."""
 
 import os
 import re
@@ -28,7 +28,7 @@ def write(rows: pa.Table, path) -> None:
 
 @pytest.fixture
 def folder(tmp_path):
-    """Tables whose interactions are an empty folder."""
+    """Tables with an empty folder of interactions."""
     write_world(tmp_path / "t", interactions=None)
     (tmp_path / "t" / "interactions").mkdir()
     return tmp_path / "t" / "interactions"
@@ -44,7 +44,7 @@ def test_partitions_and_sub_folders_are_read_beside_other_files(folder):
     write(EVENTS.slice(0, 1), folder / "part-old.parquet")
     write(EVENTS.slice(1, 1), folder / "date=2025-02-28" / "part-0.snappy.parquet")
     write(EVENTS.slice(2, 1), folder / "2025" / "03" / "01" / "part-0.parq")
-    write(EVENTS.slice(0, 0), folder / "date=2025-02-27" / "000000_0")  # as Hive and Athena name files
+    write(EVENTS.slice(0, 0), folder / "date=2025-02-27" / "000000_0")  # a file name of Hive and Athena
     assert warnings_of(folder) == []
     assert read_tables(folder.parent).interactions.num_rows == open_tables(folder.parent).interactions.count_rows() == 3
     assert describe(folder.parent)["interactions"]["num_rows"] == 3
@@ -85,7 +85,7 @@ def test_partitions_are_attributes_of_entities(folder, tmp_path):
     for row, zip_code in enumerate(["01234", "99999", "01234"]):
         write(rows.slice(row, 1), folder.parent / "users" / f"zip={zip_code}" / f"{row}.parquet")
     assert warnings_of(folder) == []
-    assert read_tables(folder.parent).users["zip"].to_pylist() == ["01234", "01234", "99999"]  # in name order
+    assert read_tables(folder.parent).users["zip"].to_pylist() == ["01234", "01234", "99999"]  # in the order of names
 
 
 def test_a_column_in_the_file_and_in_the_name_of_its_folder_has_one_value(folder):
@@ -116,7 +116,7 @@ def test_what_is_left_out_is_named(folder, caplog):
     (folder / "part-2.parquet").touch()
     (folder / "part-3.csv.gz").write_bytes(b"x")
     (folder / "newest").symlink_to(folder / "date=1")
-    for name in ("_SUCCESS", "_common_metadata", "date=1_$folder$"):  # hold no rows
+    for name in ("_SUCCESS", "_common_metadata", "date=1_$folder$"):  # files without rows
         (folder / name).touch()
     warnings = " | ".join(warnings_of(folder))
     for name in ("_old", ".part-1.parquet", "part-0.parquet.bak", "part-2.parquet", "part-3.csv.gz", "newest"):
@@ -180,7 +180,7 @@ def test_of_a_missing_table_files_of_like_names_are_shown(folder):
 
 
 def test_links_are_followed_to_where_nothing_is_read_otherwise(folder, tmp_path):
-    write(EVENTS.slice(0, 2), folder / "..2025_03_01" / "part-0.parquet")  # as Kubernetes mounts volumes
+    write(EVENTS.slice(0, 2), folder / "..2025_03_01" / "part-0.parquet")  # like a Kubernetes volume
     (folder / "part-0.parquet").symlink_to(folder / "..2025_03_01" / "part-0.parquet")
     write(EVENTS.slice(2), tmp_path / "elsewhere" / "x.parquet")
     (folder / "date=1").symlink_to(tmp_path / "elsewhere")
@@ -190,7 +190,7 @@ def test_links_are_followed_to_where_nothing_is_read_otherwise(folder, tmp_path)
 
 def test_an_import_reads_a_folder_with_its_partitions_and_names_what_it_leaves_out(tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
-    write(sound_world()["items"], source / "items" / "items.parquet.gzip")  # as pandas' documentation names files
+    write(sound_world()["items"], source / "items" / "items.parquet.gzip")  # a file name of pandas' documentation
     for row in range(3):
         write(EVENTS.slice(row, 1).drop_columns("timestamp"), source / "log" / f"day=2025-03-0{row + 1}" / "x.parquet")
     (source / "log" / "README").write_text("rows")
@@ -230,7 +230,7 @@ def test_rows_of_a_log_are_read_as_those_of_a_table(tmp_path):
     write(EVENTS, tmp_path / "log" / "date=2025-03-01" / "x.parquet")
     (batch,) = iter_rows(tmp_path / "log", "interactions", "timestamp")
     assert batch.schema.names == [*EVENTS.column_names, "date"] and batch.num_rows == 3
-    other = EVENTS.select(EVENTS.column_names[::-1])  # a night reads such files too
+    other = EVENTS.select(EVENTS.column_names[::-1])  # nights read such files too
     write(other, tmp_path / "log" / "date=2025-03-02" / "x.parquet")
     rows = pa.Table.from_batches(iter_rows(tmp_path / "log", "interactions", "timestamp"))
     assert rows.drop_columns("date").equals(pa.concat_tables([EVENTS, EVENTS]))

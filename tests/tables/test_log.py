@@ -1,4 +1,4 @@
-"""The log, which is read and put in order some rows at a time: as the obvious reader reads it, in bounded memory."""
+"""The log, read and sorted in blocks of rows: equal to the obvious reader, and in bounded memory."""
 
 import math
 import subprocess
@@ -17,7 +17,7 @@ from laserbatch.pipeline.tables import log
 from laserbatch.pipeline.tables.read import find_exact_copies, read_tables
 
 BLOCK_ROWS = 8
-MAX_BYTES_A_ROW = 8  # of the process's own memory; in its file a row has 26
+MAX_BYTES_A_ROW = 8  # of the process's private memory; a row in its file has 26
 USERS, ITEMS = ["ü1", "u2", "a user of a long name", "u3"], [3, -7, 2**62]
 EVENTS = st.lists(
     st.tuples(
@@ -33,14 +33,14 @@ SCHEMA = pa.schema(
     [("user_id", pa.string()), ("item_id", pa.int64()), ("timestamp", pa.int64()), ("event", pa.string()),
      ("rating", pa.int64())]
 )  # fmt: skip
-RATINGS = {  # of the files of a table, in turn; None: it has no ratings
+RATINGS = {  # rating types of a table's files, in turn; None: no ratings
     "numbers": [pa.float64(), pa.int16()], "few": [pa.int8(), None], "none": [None],
     "decimals": [pa.decimal128(38, 2)], "truths": [pa.bool_()],
 }  # fmt: skip
 
 
 def written(path, events: list[tuple], rating: pa.DataType | None) -> pa.Table:
-    """A file of the log, with NaN for the rating 2 where it has floats."""
+    """Write a file of the log; ratings of 2 are NaN in float columns."""
     table = pa.Table.from_arrays([pa.array(values, field.type) for values, field in zip(
         zip(*events, strict=True) if events else [[]] * 5, SCHEMA, strict=True
     )], schema=SCHEMA)  # fmt: skip
@@ -57,7 +57,7 @@ def written(path, events: list[tuple], rating: pa.DataType | None) -> pa.Table:
 
 
 def read_plainly(files: list[pa.Table], is_cut: bool, keep_duplicates: bool) -> tuple[list[dict], list[bool]]:
-    """The rows that `read_tables` leaves, in its order, and which of the files' are copies of an earlier one."""
+    """The rows of `read_tables` in its order, and for each row of the files whether it copies an earlier one."""
     events = [event for file in files for event in file.to_pylist()]
     for event in events:
         rating = event.get("rating")
@@ -153,7 +153,7 @@ print((most[0] - before) / min(num_rows))
 
 
 def test_a_log_hardly_grows_the_process_that_reads_it(tmp_path):
-    """Whose memory lies in mapped files, which the kernel may take back."""
+    """Its memory is in mapped files, which the kernel may reclaim."""
     rng = np.random.default_rng(0)
     logs = (("small", 1_000_000, False), ("sorted", 4_000_000, True), ("large", 4_000_000, False))
     for name, num_rows, is_sorted in logs:

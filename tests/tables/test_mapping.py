@@ -1,4 +1,4 @@
-"""Import by a mapping: what comes out is what the mapping says, and what does not fit is named."""
+"""Import by a mapping: the output follows the mapping, and input that does not fit is named."""
 
 import csv
 import datetime
@@ -240,7 +240,7 @@ WITH_LONG_IDS = {
 
 
 def import_of_log(folder: Path, user_ids: pa.Array, **changed) -> dict[str, int]:
-    """Import three users, an item, and interactions of some ids; what was left out."""
+    """Import three users, an item, and interactions with the given user ids; returns the counts of left-out rows."""
     (folder / "users.csv").write_text("id\n" + "".join(f"{user_id}\n" for user_id in LONG_IDS))
     (folder / "items.csv").write_text("id,title\ni1,Heat\n")
     num = len(user_ids)
@@ -298,7 +298,7 @@ def test_text_with_a_point_and_zero_is_a_whole_number_where_all_of_a_column_is(t
 
 
 def import_of_texts(folder: Path, users: list[str], log: list[str], **changed) -> list[str]:
-    """Import users and a log with such ids in CSV files; what was noted."""
+    """Import users and a log with the given ids from CSV files; returns the notes."""
     (folder / "users.csv").write_text("id\n" + "".join(f'"{user_id}"\n' for user_id in users))
     (folder / "items.csv").write_text("id,title\ni1,Heat\n")
     (folder / "log.csv").write_text("u,i,t\n" + "".join(f'"{user_id}",i1,{n}\n' for n, user_id in enumerate(log)))
@@ -345,7 +345,7 @@ def test_an_import_stops_where_most_interactions_are_of_ids_in_no_table(tmp_path
 
 
 def import_of_times(source: Path, out: Path, first: list, second: list, **stated) -> tuple[list[str], list[str]]:
-    """Import a log of two files with such times; the times that were read, and what was noted of them."""
+    """Import a log of two files with the given times; returns the times as read, and the notes."""
     data, notes = yaml.safe_load(MAPPING), []
     data["interactions"]["timestamp"] = {"column": "when", **stated}
     for name, times in (("a", first), ("b", second)):
@@ -496,7 +496,7 @@ def test_the_shipped_mappings_are_valid():
 
 
 def test_movielens_as_it_is_published(tmp_path):
-    """Fields between two colons, of which titles may have one, and codes that stand for words."""
+    """Fields separated by two colons, titles with a colon, and codes that stand for words."""
     files = {
         "ratings.dat": "1::2::5::978300760\n1::3::4.5::978302109\n",
         "movies.dat": '2::Déjà: "Vu" (1995)::Action|Film-Noir\n3::"Seven::(no genres listed)\n',
@@ -523,7 +523,7 @@ def test_movielens_as_it_is_published(tmp_path):
 
 
 def test_movielens_100k_as_it_is_published(tmp_path):
-    """No header lines, three delimiters, and a column of 0 and 1 for each genre, which become a list."""
+    """No header lines, three delimiters, and a 0/1 column for each genre, which become a list."""
     flags = "|".join("1" if place in (4, 8) else "0" for place in range(19))
     (tmp_path / "u.user").write_text("1|24|M|technician|85711\n")
     (tmp_path / "u.item").write_bytes(f'1|Déjà "Vu" (1995)|01-Jan-1995||http://x|{flags}\n'.encode("latin-1"))
@@ -551,7 +551,7 @@ OPEN_QUOTE = 'id\tgenre\ttitle\nt1\tDrama\t"Great" Cats\nt2\tNews\t"Fixer Upper\
 
 
 def imported_titles(tmp_path: Path, text: str | None, file: str = "items.tsv", **csv_options) -> tuple[list, list[str]]:
-    """The titles of an items file, written with a text unless it is there, and the notes of its import."""
+    """The titles and the notes of an import of `file`, which is written first if `text` is given."""
     if text is not None:
         (tmp_path / file).write_text(text, "utf-8", newline="")
     (tmp_path / "log.csv").write_text("user,item,time\nu1,t1,5\n")
@@ -595,7 +595,7 @@ def test_a_field_that_goes_on_after_its_closing_quote_is_refused_where_rows_are_
     [
         ('id,title\nt1,"Ran"\nt2,"Great" Cats\n', r"""items\.csv, line 3: 't2,"Great" Cats': .*csv: \{quote: null\}"""),
         ('id,title\nt1,"He said \\"hi\\" to"\n', r"""line 2: .*backslash escapes quotes.*escape: "\\\\"\}"""),
-        ('id,title\nt1,"said \\"a, b\\" c"\n', r"line 2: .*escape: "),  # too many fields as Arrow splits it
+        ('id,title\nt1,"said \\"a, b\\" c"\n', r"line 2: .*escape: "),  # Arrow splits it into too many fields
         ('id,title\nt1,"a ""b"" c" d\n', r"line 2: .*continues after its closing quote"),
         ('id,"ti" tle\nt1,Ran\n', r"line 1: .*continues after its closing quote"),
         ("id,title\nt1,Ran\nt2,He\0at\n", r"column 'title', row 1: the text has a zero byte"),
@@ -636,7 +636,7 @@ def test_a_file_in_another_encoding_is_refused_with_the_line_to_write(tmp_path, 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_line_ends_and_unnamed_columns_are_no_part_of_the_rows(tmp_path, end):
-    """Row numbers of pandas, and a delimiter at the end of lines."""
+    """Row numbers as written by pandas, and a delimiter at the end of lines."""
     lines = [",id,title,", '0,t1,"5"" screen",', "1,t2,5 screen,", ""]
     titles, notes = imported_titles(tmp_path, "\ufeff" + end.join(lines), "items.csv")
     assert titles == ['5" screen', "5 screen"]

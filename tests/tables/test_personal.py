@@ -1,4 +1,4 @@
-"""Which columns look like personal data or secrets, and that no prompt shows them unless they are named."""
+"""Columns that look like personal data or secrets, which prompts show only if they are named."""
 
 import datetime
 import hashlib
@@ -150,7 +150,7 @@ def test_neither_the_order_of_rows_nor_another_row_decides():
 
 @pytest.fixture
 def world(tmp_path):
-    """Users with an e-mail under a harmless name, which the first row lacks, and a zip code; items with an API key."""
+    """Users with e-mail addresses in a column `note`, except in the first row, and zip codes; items with API keys."""
     users = {
         "user_id": [1, 2, 3],
         "zip_code": ["1", "2", "3"],
@@ -165,7 +165,7 @@ def world(tmp_path):
 
 
 def prompt_parts(path, settings: Settings) -> list[str]:
-    """All that prompts show of the first user and the item of the tables of a folder."""
+    """Everything that prompts show of the first user and the first item."""
     tables = read_tables(path)
     parts = []
     for side in SIDES:

@@ -1,4 +1,4 @@
-"""Reading: the cut by date, plain types, ids as they went in."""
+"""Reading: cut by date, plain types, and unchanged ids."""
 
 import datetime
 import hashlib
@@ -29,7 +29,7 @@ from laserbatch.pipeline.tables.times import integer_times
 
 text_ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 int_ids = st.integers(-(2**63), 2**63 - 1)
-# Around the end of a day, in seconds from its beginning.
+# Times around the end of a day, in seconds from its beginning.
 moments = st.integers(-3 * 86_400, 3 * 86_400)
 
 
@@ -49,7 +49,7 @@ def test_a_world_is_read_in_plain_types(tmp_path):
 
 
 def test_ids_of_another_type_than_the_entities_are_refused_where_they_are_compared(tmp_path):
-    """Checks refuse such tables; whoever reads them unchecked must not see users without a history."""
+    """Checks refuse such tables; code that reads them unchecked must not see users without a history."""
     tables = read_tables(write_world(tmp_path))
     users = tables.users.set_column(0, "user_id", pa.array(range(tables.users.num_rows)))
     with pytest.raises(TableError, match=r"has ids of type string, but users\.user_id has type int64"):
@@ -264,7 +264,7 @@ def test_exact_copies_of_an_interaction_are_left_out_and_counted(tmp_path, caplo
 
 @pytest.mark.parametrize(("keep", "label", "num_left"), [(False, "all", 3), (False, "is_new", 4), (True, "all", 6)])
 def test_who_streams_interactions_leaves_out_the_copies_that_nights_do(tmp_path, caplog, keep, label, num_left):
-    """Whichever file they are in, in whatever order of columns and of whatever row number."""
+    """Whatever the file, the order of columns and the row number of a copy."""
     write_world(tmp_path, interactions=None)
     rows = pa.table(
         {
@@ -320,7 +320,7 @@ def test_files_that_store_a_column_in_another_type_are_streamed_as_they_are_read
 
 @pytest.mark.parametrize(("unit", "per_second"), [("milli", 10**3), ("micro", 10**6), ("nano", 10**9)])
 def test_integer_times_are_in_the_unit_that_all_values_leave_and_it_is_said(tmp_path, caplog, unit, per_second):
-    """By whoever reads: checks, nights, and what streams."""
+    """For all readers: checks, nights, and streams."""
     path, seconds = write_world(tmp_path, interactions=None), [DAY_1_S - 5, DAY_1_S, None, DAY_1_S + 86_400]
     (path / "interactions").mkdir()
     for name, times in (("0", seconds[:3]), ("1", seconds[3:])):

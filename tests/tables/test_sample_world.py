@@ -124,7 +124,7 @@ def test_weighted_groups_draw_by_weight_within_the_group():
     assert set(drawn) == {0, 2}
     assert drawn[2] / drawn[0] == pytest.approx(3.0, rel=0.15)
     assert set(groups.draw(np.full(500, 1), rng).tolist()) == {1}
-    assert set(groups.draw(np.full(500, 2), rng).tolist()) == {0, 1, 2, 3}  # an empty group: anything
+    assert set(groups.draw(np.full(500, 2), rng).tolist()) == {0, 1, 2, 3}  # the group is empty, so any item is drawn
     assert set(groups.draw(np.full(500, 3), rng).tolist()) == {0, 1, 2, 3}
 
 
@@ -145,7 +145,7 @@ def test_ratings_that_are_asked_for_add_to_the_future_and_change_nothing_else(tm
     added = with_asked - before
     assert before <= with_asked and len(added) > 200
     assert all(moment.date() > LAST_DATE for _, _, moment, _ in added)
-    assert len({(user, moment) for user, _, moment, _ in added}) == 60  # all of a user's at one moment
+    assert len({(user, moment) for user, _, moment, _ in added}) == 60  # all additions of a user have the same time
     assert len({(user, item) for user, item, *_ in with_asked}) == len(with_asked)
 
 

@@ -1,4 +1,4 @@
-"""A sample of tables: who is in it does not depend on what came later, and nothing of theirs is lost but rare items."""
+"""Samples of tables: later data do not change who is in them, and only rare items are lost from a user's history."""
 
 import datetime
 
@@ -12,7 +12,7 @@ from laserbatch.pipeline.tables.streamed import open_tables
 
 DATE = datetime.date(2025, 3, 1)
 DAY_S = 86_400
-END_S = 1_740_873_600  # of the date
+END_S = 1_740_873_600  # the end of the date
 
 
 def tables(folder, later=()):
@@ -40,8 +40,8 @@ def test_who_is_in_a_sample_does_not_depend_on_what_came_after_the_date(tmp_path
     figures, before = sampled(tables(tmp_path / "a"), tmp_path / "of-a")
     with_later, after = sampled(tables(tmp_path / "b", later), tmp_path / "of-b")
     assert before["users"].equals(after["users"]) and before["items"].equals(after["items"])
-    assert after["users"].num_rows == 4 and 9 not in after["users"]["user_id"].to_pylist()  # not there on the date
-    assert after["items"]["item_id"].to_pylist() == [0, 1, 2]  # met most, the lower of equals
+    assert after["users"].num_rows == 4 and 9 not in after["users"]["user_id"].to_pylist()  # it is newer than that
+    assert after["items"]["item_id"].to_pylist() == [0, 1, 2]  # the most frequent items; among equals the lowest ids
     assert figures.num_later == 0 and with_later.num_later == 4 and with_later.share_kept == figures.share_kept
     assert after["interactions"].num_rows == with_later.num_interactions == figures.num_interactions + 4
     assert after["interactions"].column_names == ["user_id", "item_id", "timestamp", "clicked"]
@@ -51,7 +51,7 @@ def test_copies_of_an_interaction_count_once_wherever_a_sample_is_counted(tmp_pa
     tables(tmp_path / "a")
     path = tmp_path / "a" / "interactions.parquet"
     rows = pq.read_table(path)
-    rows = pa.concat_tables([rows, *[rows.slice(0, 1)] * 30])  # of user 0 and item 0, the newest
+    rows = pa.concat_tables([rows, *[rows.slice(0, 1)] * 30])  # copies of the newest interaction of user 0 and item 0
     pq.write_table(rows.append_column("row", pa.array(range(rows.num_rows))), path)
     figures, sample = sampled(open_tables(tmp_path / "a"), tmp_path / "out", 99, 2)
     assert sample["items"]["item_id"].to_pylist() == [0, 1]
@@ -74,7 +74,7 @@ def test_tables_of_which_nobody_is_known_on_the_date_are_refused(tmp_path):
 
 
 def test_the_default_day_leaves_a_share_of_the_interactions_to_judge_by(tmp_path):
-    opened = tables(tmp_path / "a")  # of 27 interactions the last day's is user 0's, one; then two, three, ...
+    opened = tables(tmp_path / "a")  # the last day has 1 of 27 interactions, the day before 2, then 3, ...
     assert day_of_share(opened, 0.8) == DATE - datetime.timedelta(days=3)
     with pytest.raises(TableError, match="more than 1% of them are on the first day"):
         day_of_share(opened, 0.01)

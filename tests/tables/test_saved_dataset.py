@@ -1,4 +1,4 @@
-"""Folders of `Dataset.save_to_disk` as tables: read with pyarrow alone, or refused with what to do."""
+"""Folders of `Dataset.save_to_disk` as tables: read with pyarrow alone, or refused with advice."""
 
 import json
 import re
@@ -19,7 +19,7 @@ EVENTS = sound_world()["interactions"]
 
 
 def save_to_disk(rows: pa.Table, folder, num_shards=1, **state):
-    """What `datasets.Dataset.save_to_disk` writes."""
+    """Write a folder like `datasets.Dataset.save_to_disk`."""
     folder.mkdir(parents=True)
     rows = rows.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": {}}})})
     names = [f"data-{shard:05}-of-{num_shards:05}.arrow" for shard in range(num_shards)]

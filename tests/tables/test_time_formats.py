@@ -1,4 +1,4 @@
-"""Times of a strptime format: each is the moment that was meant, or is refused."""
+"""Times in a strptime format are read as the meant moment, or refused."""
 
 import datetime
 

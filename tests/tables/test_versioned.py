@@ -1,4 +1,4 @@
-"""Tables with several versions: the current one is read, or the table is refused by name."""
+"""Tables with several versions: the current version is read, or the table is refused by name."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from laserbatch.pipeline.tables.settings import ImportMapping
 from laserbatch.pipeline.tables.streamed import open_tables
 
 EVENTS = sound_world()["interactions"]
-ROW_1 = "^Bg9^0rr910000000000iXQKl0rr91000005c8Xg0rr91"  # a Roaring bitmap in base 85
+ROW_1 = "^Bg9^0rr910000000000iXQKl0rr91000005c8Xg0rr91"  # a Roaring bitmap, in base 85
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def folder(tmp_path):
 def test_what_cannot_be_read_is_refused_by_name(folder, monkeypatch, marks, name):
     libraries = ("deltalake", "pyiceberg")
     for module in [name for name in sys.modules if name.split(".")[0] in libraries]:
-        monkeypatch.delitem(sys.modules, module)  # of another test
+        monkeypatch.delitem(sys.modules, module)  # imported by another test
     for library in libraries:
         monkeypatch.setitem(sys.modules, library, None)
     pq.write_table(EVENTS, folder / "part-0.parquet")
@@ -77,7 +77,7 @@ def test_a_delta_table_is_read_at_its_current_version(folder, tmp_path):
     opened = deltalake.DeltaTable(str(folder))
     opened.create_checkpoint()
     for path in folder.glob("_delta_log/*.json"):
-        path.unlink()  # as the clean-up of old logs does: the checkpoint alone is there
+        path.unlink()  # like the clean-up of old logs, which leaves the checkpoint
     tables = read_tables(folder.parent)
     assert sorted(tables.interactions["event"].to_pylist()) == ["a b", "c/d%20"]
     assert open_tables(folder.parent).interactions.count_rows() == 2
@@ -143,7 +143,7 @@ def test_an_iceberg_table_is_read_at_its_current_snapshot_wherever_its_folder_is
 
 
 def iceberg_table(folder):
-    """An empty table for interactions, whose catalogue is the folder itself."""
+    """An empty table of interactions, whose folder is its catalogue."""
     from folder_catalog import FolderCatalog
 
     return FolderCatalog("n", warehouse=str(folder.parent)).create_table((folder.name,), EVENTS.schema)
