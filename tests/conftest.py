@@ -11,24 +11,24 @@ from unittest import mock
 import pytest
 from hypothesis import settings
 
-# A machine may be busy, and the first call compiles. Examples are drawn anew in every run: few do.
+# No deadline: a machine may be busy, and the first call compiles. Few examples, since each run draws new ones.
 settings.register_profile("laserbatch", deadline=None, max_examples=30)
 settings.load_profile("laserbatch")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Processes that share the cores, and what they start, compute on one thread each. Before torch is imported.
+    # Parallel test processes and their children compute on one thread each. This must be set before torch is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if importlib.util.find_spec("triton") is not None:
     import torch
 
     if not torch.cuda.is_available():
-        # Kernels then run in Triton's interpreter. It must be asked for before anything imports triton.
+        # Then kernels run in Triton's interpreter. The variable must be set before anything imports triton.
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Else Ray's workers, for which tests wait, give way to the tests of other processes until those have ended.
+# Otherwise Ray's workers, for which tests wait, have a lower priority than other test processes.
 os.environ.setdefault("RAY_worker_niceness", "0")
-os.environ["LASERBATCH_CACHE"] = os.devnull + "/no-cache"  # no test reads what another one measured
+os.environ["LASERBATCH_CACHE"] = os.devnull + "/no-cache"  # no test reads a measurement of another one
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,18 +37,18 @@ LONGEST = ("nodes", "jobs", "research", "distributed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Folders with the longest files come first, so that no process is left with one at the end."""
+    """Run the folders with the longest files first, so that no process is left with a long file at the end."""
     items.sort(key=lambda item: item.path.parent.name not in LONGEST)
 
 
 def pytest_collection_finish() -> None:
-    """What torch, transformers and Ray made of objects stays, so that no later collection walks through all of it."""
+    """Exempt the objects of torch, transformers and Ray from later garbage collections."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_runtest_setup() -> None:
-    """Tests before this one may have let torch compute on all cores, which other processes' tests need."""
+    """Earlier tests may have let torch compute on all cores, which other test processes need."""
     torch = sys.modules.get("torch")
     if torch is not None and "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
@@ -56,7 +56,7 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def no_waiting_for_the_disk() -> Iterator[None]:
-    """Tests write thousands of small files, and the machine does not lose its power meanwhile."""
+    """Do not sync files: tests write thousands of small ones, and need not survive a loss of power."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "fsync", lambda descriptor: None)
         yield
@@ -83,7 +83,7 @@ def shared_models() -> Path:
 
 @pytest.fixture
 def a_device() -> Iterator[None]:
-    """A CUDA device for what computes on one where there is one; where there is none, one that is pretended."""
+    """Run a test on a CUDA device if there is one, otherwise on a pretended one."""
     import torch
 
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Which engine fits a model and a machine."""
+"""The engine that fits a model and a machine."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The pages name files, headings, commands and options that exist; benchmarks run such commands."""
+"""Files, headings, commands and options named in pages exist, and so do the commands that benchmarks run."""
 
 import ast
 import re
@@ -22,7 +22,7 @@ INLINE = re.compile(r"`([^`]+)`")
 
 
 def broken_links(page: Path, text: str) -> Iterator[str]:
-    """The relative links of a page whose file or heading does not exist."""
+    """The relative links of a page to files or headings that do not exist."""
     for link in re.findall(r"\]\(([^)\s]+)\)", INLINE.sub("", FENCED.sub("", text))):
         path, _, anchor = link.partition("#")
         if ":" in path:
@@ -39,7 +39,7 @@ def anchors(text: str) -> set[str]:
 
 
 def command_lines(text: str) -> Iterator[list[str]]:
-    """The words after `laserbatch`, of commands between backticks and of lines of shell blocks."""
+    """The words after `laserbatch` in commands between backticks and in lines of shell blocks."""
     shell = (line for language, block in FENCED.findall(text) if language == "sh" for line in block.splitlines())
     for line in [*INLINE.findall(FENCED.sub("", text)), *shell]:
         program, *words = line.partition(" #")[0].replace("\\|", "|").split() or [""]
@@ -48,9 +48,9 @@ def command_lines(text: str) -> Iterator[list[str]]:
 
 
 def commands_run(source: str) -> Iterator[list[str]]:
-    """The words after `laserbatch` of commands that a benchmark runs: in `laserbatch(...)` and behind `[*CLI, ...]`.
+    """The words after `laserbatch` in commands that a benchmark runs: in `laserbatch(...)` and after `[*CLI, ...]`.
 
-    `VALUE` stands for what only a run knows; what is starred is left out.
+    `VALUE` replaces values that only a run knows; starred arguments are left out.
     """
     for node in ast.walk(ast.parse(source)):
         match node:
@@ -64,9 +64,9 @@ def commands_run(source: str) -> Iterator[list[str]]:
 
 
 def unknown_words(words: list[str]) -> Iterator[str]:
-    """The words of a command line that are neither a command nor an option of it; `a|b` stands for either.
+    """The words of a command line that are neither a command nor one of its options; `a|b` means either.
 
-    Words beyond the arguments of the command are unknown too, unless the line has alternatives.
+    More words than the command has arguments are unknown too, unless the line has alternatives.
     """
     command, *words = typer.main.get_command(app), *words
     while hasattr(command, "commands") and words and not words[0].startswith("-"):

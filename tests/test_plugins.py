@@ -1,4 +1,4 @@
-"""What other packages bring is found by entry points, and refused by name where it is not."""
+"""Extensions in other packages are found by entry points; a missing one is refused by name."""
 
 from importlib.metadata import EntryPoint
 
@@ -18,7 +18,7 @@ class Nothing(Drafter):
 
 @pytest.fixture
 def entries(monkeypatch):
-    """Entry points that stand for installed packages."""
+    """Entry points, as of installed packages."""
     added = []
     monkeypatch.setattr(plugins, "entry_points", lambda group: [entry for entry in added if entry.group == group])
     installed.cache_clear()

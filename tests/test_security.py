@@ -1,4 +1,4 @@
-"""What must not happen whatever the data say: code run, paths left, terminals obeyed, files open to everybody."""
+"""Forbidden for all data: running code, leaving folders, controlling terminals, files readable by others."""
 
 import ast
 import json
@@ -35,7 +35,7 @@ def called(node: ast.Call) -> str:
 
 
 def dangers(path: Path) -> list[str]:
-    """What of a source would unpickle, run code of data, or start a shell."""
+    """The parts of a source file that unpickle, run code from data, or start a shell."""
     nodes = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import | ast.ImportFrom):

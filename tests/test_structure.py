@@ -1,4 +1,4 @@
-"""What may import what: the structure that the README draws, stated."""
+"""The allowed imports between packages, as drawn in the README."""
 
 import ast
 import re
@@ -23,7 +23,7 @@ FILES = {path.relative_to(ROOT): path for package in PACKAGES for path in sorted
 
 @cache
 def imported_modules(path: Path) -> frozenset[str]:
-    """Whole names; our own without the `laserbatch.` before them."""
+    """Full names of imported modules; our own without `laserbatch.`."""
     modules = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -42,7 +42,7 @@ def test_imports_point_one_way():
         package = name.parts[0]
         foreign = {module for module in imported_modules(path) if module.split(".")[0] in PACKAGES}
         foreign = {module for module in foreign if module.split(".")[0] not in ALLOWED[package]}
-        if package == "ctr":  # schema and checksums of files, a comparison's figures, the root of errors, LightGCN
+        if package == "ctr":  # schema and checksums of files, figures of a comparison, the base of errors, LightGCN
             allowed = (
                 "pipeline.encoding.schema.",
                 "pipeline.storage.figures.",
@@ -63,7 +63,7 @@ def test_editors_find_each_installed_folder_by_its_link():
 
 
 def test_only_research_and_its_tests_and_benchmarks_import_research():
-    """Nights run whole without it: plug-ins are found by their entry points."""
+    """Nights run completely without it: plug-ins are found by their entry points."""
     for path in [*FILES.values(), *(ROOT / "tests").rglob("*.py")]:
         parts = path.relative_to(ROOT).parts
         if parts[0] != "research" and parts[:2] not in (("tests", "research"), ("tests", "benchmarks")):
@@ -76,7 +76,7 @@ def test_nothing_that_is_installed_imports_tests_or_benchmarks():
 
 
 def test_tests_of_the_product_import_no_benchmark():
-    """Of that folder they only import plain references: entities as objects, and what the sample world's texts say."""
+    """They import only plain references from that folder: entities as objects, and the texts of the sample world."""
     names = {"benchmarks", *(path.stem for path in (ROOT / "benchmarks").glob("*.py"))}
     names -= {*PACKAGES, "entities", "sample_exercises", "sample_lore"}
     for path in (ROOT / "tests").rglob("*.py"):
@@ -87,11 +87,11 @@ def test_tests_of_the_product_import_no_benchmark():
 @pytest.mark.parametrize("package", [*PACKAGES, "pipeline.decoding", "jobs.report", "jobs.stages", "jobs.commands"])
 def test_the_rooms_of_a_package_stand_on_one_another_without_a_circle(package):
     rooms = TopologicalSorter(rooms_used_by_room(package))
-    rooms.prepare()  # raises CycleError, which names the rooms of a circle
+    rooms.prepare()  # raises CycleError, which names a cycle of rooms
 
 
 def test_no_files_import_each_other_in_a_circle():
-    """Imports that wait within functions count too."""
+    """Imports inside functions count, too."""
     modules = {".".join(name.with_suffix("").parts) for name in FILES}
     files = TopologicalSorter(
         {".".join(name.with_suffix("").parts): imported_modules(path) & modules for name, path in FILES.items()}
@@ -100,7 +100,7 @@ def test_no_files_import_each_other_in_a_circle():
 
 
 def rooms_used_by_room(package: str) -> dict[str, set[str]]:
-    """A room is a file or a folder directly in the package; a folder's face, which defines nothing, is none."""
+    """The rooms that each room imports: files or folders of the package, except faces, which define nothing."""
     folder = ROOT / package.replace(".", "/")
     used: dict[str, set[str]] = {}
     for path in folder.rglob("*.py"):
@@ -124,7 +124,7 @@ def test_ray_and_torch_stay_where_they_belong():
 
 
 def test_pools_import_little_and_integrations_are_imported_by_their_engines_alone():
-    """What takes more is imported where it is needed: to fit routers and calibrations, or where it is installed."""
+    """Larger packages are imported where they are needed: to fit routers and calibrations, or if installed."""
     needed = {
         "numpy",
         "numba",
@@ -145,7 +145,7 @@ def test_pools_import_little_and_integrations_are_imported_by_their_engines_alon
 
 
 def tops_at_import(path: Path) -> set[str]:
-    """Of what is imported with the module, not later within a function."""
+    """The top-level packages that are imported with a module, and not later in a function."""
     waiting, tops = [ast.parse(path.read_text(encoding="utf-8"))], set()
     while waiting:
         node = waiting.pop()
@@ -172,7 +172,7 @@ def test_the_engine_is_imported_without_ray_tables_or_knowledge():
 
 
 def test_files_and_modules_that_pages_and_docstrings_name_are_there():
-    """Not those of examples, which a reader of the page is to write, nor of figures that an earlier commit measured."""
+    """Except for examples that the reader of a page writes, and for figures that an earlier commit measured."""
     examples = ("drafters/bigrams.py", "test_bigrams.py", "prompts/shelf.py")
     pages = [ROOT / name for name in ("pyproject.toml", "Makefile", "README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
     pages += [ROOT / "benchmarks" / "README.md"]
@@ -185,7 +185,7 @@ def test_files_and_modules_that_pages_and_docstrings_name_are_there():
             assert any(path.endswith(f"/{name.lstrip('/')}") for path in known) or name.endswith(examples), (page, name)
         for name in re.findall(r"\blaserbatch\.(\w+(?:\.\w+)+)|\b((?:pipeline|retrieval_pools)(?:\.\w+)+)", text):
             name = name[0] or name[1]
-            parts = name.split(".")  # of a module, or of what it defines
+            parts = name.split(".")  # of a module, or of a name in it
             paths = [ROOT.joinpath(*parts[:num]) for num in range(2, len(parts) + 1)]
             assert any(path.is_dir() or path.with_suffix(".py").is_file() for path in paths), (page, name)
 
@@ -204,6 +204,6 @@ def test_who_catches_whatever_comes_raises_it_again_or_says_why_not():
 
 
 def test_no_two_files_of_tests_have_one_name():
-    """pytest imports them by their names alone."""
+    """pytest imports test files by name alone."""
     names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
     assert sorted(names) == sorted(set(names))

@@ -1,4 +1,4 @@
-"""YAML that people write: a key twice is refused, what only looks so is not. What other libraries say of mistakes."""
+"""YAML that people write: a repeated key is refused, not one that only looks so. Messages of other libraries."""
 
 import pytest
 from pydantic import ValidationError, model_validator
@@ -62,7 +62,7 @@ def test_a_node_within_itself_is_refused_by_its_key(tmp_path, loop):
 
 
 def test_the_first_line_of_pydantics_error_is_its_message_and_not_a_count():
-    """As vLLM raises it for a quantisation that it does not know."""
+    """For example an error that vLLM raises for an unknown quantisation."""
 
     @dataclass
     class Config:

@@ -1,4 +1,4 @@
-"""How threads wait for each other; libgomp reads it from the environment once, as torch is imported."""
+"""How waiting threads spin: libgomp reads it from the environment once, when torch is imported."""
 
 import os
 import subprocess
