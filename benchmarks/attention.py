@@ -161,7 +161,7 @@ def times_us(run: Callable[[], torch.Tensor], num_repetitions: int) -> list[floa
     for _ in range(3):  # compiles, chooses algorithms
         run()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):  # also where the capture fails
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):  # even if the capture fails
         run()
     other_layers = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(num_repetitions)]

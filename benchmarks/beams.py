@@ -131,7 +131,7 @@ def replaced_strict_loss(loss: Callable | None) -> Iterator[None]:
         losses.strict_loss = own
 
 
-Run = Callable[[Sequence[int]], tuple[list[BeamResult], CodeTrees | None]]  # from positions of users to their lists
+Run = Callable[[Sequence[int]], tuple[list[BeamResult], CodeTrees | None]]  # positions of users -> their lists
 
 
 class WithoutATree(CodeTrees):

@@ -131,7 +131,7 @@ class Outcome:
     """The result of a kill."""
 
     kill: Kill
-    exit_codes: list[int | None]  # of the killed night, then of the same command run again; None: it hung
+    exit_codes: list[int | None]  # of the killed night and of the repeated command; None: it hung
     is_identical: bool = False
     num_lost: int = 0
     num_doubled: int = 0

@@ -22,7 +22,7 @@ from laserbatch.pipeline.decoding.model.cpu_product import PackedMatrix
 from laserbatch.pipeline.processor import multiplies_bfloat16
 
 LAYER = ((960, 576), (576, 576), (3072, 576), (576, 1536))  # numbers of outputs and inputs of a layer's products
-FEW_TOKENS = 16  # up to this many tokens a step should take only as long as reading its weights
+FEW_TOKENS = 16  # number of tokens up to which a step should only take the time of reading its weights
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.01}
 
 

@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument("--fuxictr", type=Path, help="package folder with fuxictr, if our environment lacks it")
     options = parser.parse_args()
     if options.fuxictr is not None:
-        sys.path.append(str(options.fuxictr))  # behind ours
+        sys.path.append(str(options.fuxictr))  # after our own packages
     begin(options.threads)
     scale = scale_of(options, full=(400, (40, 30, 20, 10), 5), quick=(200, (30, 15), 2), smoke=(40, (10,), 1))
     rows = sample_rows(*scale)

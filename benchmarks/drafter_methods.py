@@ -22,7 +22,7 @@ logger = logging.getLogger("benchmarks")
 
 KINDS: tuple[Kind, ...] = ("medusa", "eagle", "hass", "small")
 SAMPLING_RULES = ("leviathan", "specinfer", "k_seq", "rsd")
-LENGTH, WIDTH = 5, 3  # of the trees that draft models draft
+LENGTH, WIDTH = 5, 3  # of the draft models' trees
 
 
 @dataclass(frozen=True)

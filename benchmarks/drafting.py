@@ -76,7 +76,7 @@ class Scale:
     arctic_grid: ArcticGrid
     num_arctic_texts: dict[str, int]
     num_steps: int
-    min_supports: tuple[int, ...] = ()  # besides 1
+    min_supports: tuple[int, ...] = ()  # measured in addition to 1
 
 
 ALL = 1 << 30

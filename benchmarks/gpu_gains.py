@@ -206,7 +206,7 @@ def measure_chosen(bench: Bench, item: str, name: str, batch_word: str) -> None:
     if cost_s > MAX_COST_S:
         print(f"{item}: measuring the cost of steps took {cost_s:.0f} s", flush=True)
     prompts = prompts_of(bench, saved, pools, plan.num_prompts)
-    # As a night chooses: for texts as long as these, and under greedy verification by step.
+    # The same choice as in a night: for texts of this length, and by step under greedy verification.
     text_tokens = np.mean([len(text) for text in saved.pool_texts])
     cost = cost.at_context(float(np.mean([len(prompt) for prompt in prompts]) + text_tokens / 2))
     systems = {"plain": EngineSystem.plain(engine)}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from gpu_rows import FATAL_STATUS, items_begun, items_ended
 from gpu_run import MIN_PHASE_S, Run, kill_group, tail_of, wait_for
 
-START_S = 75.0  # until a measuring process begins its first item: imports on a fresh machine
+START_S = 75.0  # until a measuring process begins its first item: a fresh machine imports slowly
 NUM_COMPILERS = 8
 COMPILE_S = 35.0
 ITEM_S = {

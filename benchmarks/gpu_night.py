@@ -38,7 +38,7 @@ from laserbatch.pipeline.storage.manifest import RunManifest
 
 FIRST_DATE = LAST_DATE - datetime.timedelta(days=10)
 BENCHMARKS = Path(__file__).parent
-SAMPLE_MS = 100  # between two samples of the GPU's utilisation
+SAMPLE_MS = 100  # interval of samples of the GPU's utilisation
 NO_CTR = {"night": {"train_ctr": False}}
 MAKE_MODEL = """
 import sys, torch

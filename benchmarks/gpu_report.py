@@ -22,7 +22,7 @@ PREDICTED_MS = {
     (64, 8): 29.1, (256, 4): 57.0,
 }  # fmt: skip
 PREDICTED_FUSED_MS = {(1, 0): 6.2, (64, 0): 8.3, (256, 0): 16.1, (64, 8): 19.4, (32, 16): 21.5}
-PREDICTED_GAINS = {  # of drafts over plain decoding for whole texts, by batch and system
+PREDICTED_GAINS = {  # gain of drafts over plain decoding for whole texts, by batch and system
     1: {"greedy K4": 3.9, "greedy K8": 5.8, "relaxed K4": 4.4, "relaxed K8": 7.6},
     32: {"greedy K4": 3.8, "greedy K8": 4.5, "relaxed K4": 4.2, "relaxed K8": 5.8},
     64: {"greedy K4": 3.1, "greedy K8": 2.9, "relaxed K4": 3.5, "relaxed K8": 3.7},
@@ -34,8 +34,8 @@ WANTED_GAINS = {
     "reki": {1: 5.0, 32: 3.5, 64: 2.5, 256: 1.4},
     "goodreads-items": {1: 3.0, 32: 2.2, 64: 1.7, 256: 1.0},
 }
-WANTED_GREEDY_SHARE = 0.6  # of the relaxed gain
-WANTED_CHOSEN = 0.98  # of plain decoding
+WANTED_GREEDY_SHARE = 0.6  # share of the relaxed gain
+WANTED_CHOSEN = 0.98  # share of plain decoding's speed
 NUM_KERNELS = 12
 FEW_CAPTURES = 4  # graph captures in a pass
 

@@ -36,7 +36,7 @@ EAGER = {(64, 0), (1, 0)}  # steps that are also timed without CUDA graphs
 NUM_KERNELS = 40
 GEMM_ROWS = (1, 32, 64, 256, 320, 576, 1088)
 GEMM_USED_SHARE = 16  # as in roofline.py: the device multiplies zeros at a higher clock
-BATCHES = {600: (1, 64, 256), 4000: (1, 64)}  # of the attention items, by context
+BATCHES = {600: (1, 64, 256), 4000: (1, 64)}  # for the attention items, by context
 TREES = (0, 8)
 BLOCKS = (  # keys, rows, warps, stages
     (64, 64, 4, 3), (64, 64, 4, 5), (32, 64, 4, 7), (32, 64, 4, 3),
@@ -224,7 +224,7 @@ def _time_steps(
                 take_step(engine, stream)
                 wall, _, _ = _timed(engine, stream, clock, NUM_EAGER)
             bench.rows.add("c", f"{item}, no graphs", batch=batch, nodes=num_nodes, step_ms=Spread.of(wall))
-            for _ in range(2):  # for the profile: captured, and replayed
+            for _ in range(2):  # for the profile: the first step is captured, the second replayed
                 take_step(engine, stream)
     if bench.options.profile and ((batch, num_nodes) in PROFILED or bench.options.smoke):
         profile_step(bench, item, engine, stream)

@@ -37,12 +37,12 @@ from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 
 TASK = "reki"
 OURS, PLAIN = "ours", "plain"
-VLLMS = (VLLM, VLLM_NGRAM, VLLM_OURS)  # each a process of its own
-ALWAYS = (PLAIN, *VLLMS)  # first in a round, so that a round that is cut off has ratios
-BYTES_PER_TOKEN = 2 * 32 * 8 * 128 * 2  # of keys and values in geometry 8b-gqa
-WEIGHT_BYTES, WORK_BYTES = 16.1e9, 6e9  # of each process; what else it holds on the device
+VLLMS = (VLLM, VLLM_NGRAM, VLLM_OURS)  # each in a separate process
+ALWAYS = (PLAIN, *VLLMS)  # measured first in a round, so that a round that is cut off has ratios
+BYTES_PER_TOKEN = 2 * 32 * 8 * 128 * 2  # bytes of keys and values in geometry 8b-gqa
+WEIGHT_BYTES, WORK_BYTES = 16.1e9, 6e9  # of each process; the rest of its memory on the device
 MAX_CACHE_TOKENS = 150_000
-MAX_NGRAM_BATCH = 64  # beside a fourth process the caches hold no larger one
+MAX_NGRAM_BATCH = 64  # larger batches do not fit in the caches if a fourth process runs
 START_LIMIT_S, PASS_LIMIT_S, WARM_LIMIT_S = 300.0, 90.0, 120.0
 NUM_ROUNDS = 2
 ENGINE = {

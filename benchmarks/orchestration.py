@@ -44,14 +44,14 @@ NIGHTS = {night: FIRST_DATE + datetime.timedelta(days) for days, night in enumer
 USER_SHARE, EVENTS_PER_USER = 0.8, 20
 EVENTS_AT_ONCE = 8 * 1024 * 1024
 NUM_PHRASES, PHRASE_TOKENS = 2000, 10
-DIM, NUM_VECTORS = 384, 4096  # of the stand-in for an encoder; as wide as MiniLM's vectors
+DIM, NUM_VECTORS = 384, 4096  # of the stand-in for an encoder; vectors are as wide as MiniLM's
 TOKENS_PER_S = 5_000  # assumed speed of a night's generation
 REPLAYING_SHARE = 1 / 2  # share of nights that replay when this many entities change: 6 % of the users' texts a night
 BESIDE, IN_TASK = "carry, beside write", "pools, in a task"
 TASK_FILE = "pools.json"  # file with the row of that task
-SAMPLE_S = 0.02  # between two samples of this process's memory
+SAMPLE_S = 0.02  # interval of samples of this process's memory
 SAMPLING_S = [0.0]  # processor seconds of these samples
-MAX_CPU_SECONDS = 30.0  # for a night of up to a million unchanged entities; above, in proportion
+MAX_CPU_SECONDS = 30.0  # for up to a million unchanged entities; in proportion for more
 MAX_OWN_MB, MAX_SHARE, MAX_GROWTH = 2048.0, 0.05, 1.1
 COLUMNS = {
     "entities": "{entities:,}", "changed": "{changed_share:.0%}", "stage": "{stage}", "s": "{seconds:.2f}",
@@ -388,9 +388,9 @@ class StandInEncoder:
     dim = DIM
 
     def encode(self, texts, on_batch=lambda num_texts: None):
-        table = 1 + np.random.default_rng(SEED).standard_normal((NUM_VECTORS, DIM)).astype(np.float32)  # all alike
+        table = 1 + np.random.default_rng(SEED).standard_normal((NUM_VECTORS, DIM)).astype(np.float32)  # all similar
         rows = np.fromiter((zlib.crc32(text.encode()) for text in texts), np.int64, len(texts))
-        vectors = table[rows % NUM_VECTORS] + table[rows // NUM_VECTORS % NUM_VECTORS]  # hardly any two are equal
+        vectors = table[rows % NUM_VECTORS] + table[rows // NUM_VECTORS % NUM_VECTORS]  # nearly all vectors differ
         vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
         on_batch(len(texts))
         return SimpleNamespace(vectors=vectors, num_truncated=0)  # a real encoder would also load torch

@@ -56,7 +56,7 @@ VLLM, VLLM_NGRAM, VLLM_SUFFIX, VLLM_OURS = "vllm", "vllm-ngram", "vllm-suffix", 
 GREEDY, RELAXED = "greedy", "relaxed"
 POOL, SPECULATIONS = "global", {GREEDY: "resd", RELAXED: "resd, relaxed"}
 WARM_UP_TOKENS = 32
-MIN_RATIO = 0.98  # of vLLM plain, for any drafts
+MIN_RATIO = 0.98  # speed relative to plain vLLM, for any drafts
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Scale:
 FULL = Scale((TaskSize(16, 400, 0, 40), TaskSize(32, 1000, 0, 100)), num_rounds=5, min_long_prompts=8)
 QUICK = Scale((TaskSize(16, 48, 0, 8), TaskSize(24, 300, 0, 40)), num_rounds=3, batches=(1, 16), min_long_prompts=1)
 SMOKE = Scale((TaskSize(4, 12, 0, 2), TaskSize(4, 20, 0, 2)), num_rounds=1, max_new_tokens=24)
-# With SmolLM2 both tasks have this size.
+# the size of both tasks with SmolLM2
 FULL_REAL = replace(FULL, sizes=(TaskSize(24, 120, 0, 24),), min_short_prompts=4, max_new_tokens=160)
 QUICK_REAL = replace(QUICK, sizes=(TaskSize(16, 24, 0, 16),), num_rounds=1, min_short_prompts=2, max_new_tokens=80)
 SMOKE_REAL = replace(SMOKE, sizes=(TaskSize(3, 6, 0, 2),), batches=(1, 2), max_new_tokens=8)

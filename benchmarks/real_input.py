@@ -25,7 +25,7 @@ from common import REPOSITORY, benchmark_parser, scale_of, write_json
 
 SETTINGS = Path(__file__).resolve().parent / "settings"
 SHARE_BEFORE_DATE = 0.8  # share of MovieLens' interactions before the night; the rest tests the CTR models
-NIGHTS = (datetime.date(2025, 3, 1), datetime.date(2025, 3, 2))  # of goodreads
+NIGHTS = (datetime.date(2025, 3, 1), datetime.date(2025, 3, 2))  # the dates of goodreads' nights
 MIN_HISTORY = 2  # books a reader keeps on the first night
 
 

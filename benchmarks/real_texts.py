@@ -33,7 +33,7 @@ from laserbatch.pipeline.encoding.schema import LEVELS, days_valid, feature_sche
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 
 LAST_DAY = datetime.date(2025, 6, 30)
-AS_OF = LAST_DAY - datetime.timedelta(days=13)  # later are the last book of each reader, and some before it
+AS_OF = LAST_DAY - datetime.timedelta(days=13)  # after it come the last book of each reader, and some earlier ones
 DAYS_BETWEEN, MAX_DAYS_OFF = 10, 5
 RUN_ID = f"{AS_OF}-goodreads"
 MIN_GAIN = 0.02

@@ -67,7 +67,7 @@ class Scale:
     num_nights: int
     num_users: int
     num_items: int
-    num_seeds: int  # of CTR trainings; 0: no training
+    num_seeds: int  # seeds of CTR trainings; 0: no training
 
 
 @dataclass(frozen=True)

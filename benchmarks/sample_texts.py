@@ -37,7 +37,7 @@ class Evidence:
     disliked_theme: int | None
     disliked_title: str | None
     mean_rating: float | None
-    strictness: int  # from the statement: -1 generous, 1 strict, 0 not said
+    strictness: int  # according to the statement: -1 generous, 1 strict, 0 unknown
     num_events: int
 
 

@@ -46,7 +46,7 @@ from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed, Verifier
 TREE_NODES = 16
 PREFILL_TOKENS = 8192  # prompt tokens of a step: the first texts must not end before the last ones begin
 NUM_WARM_STEPS = 3  # uncounted first steps of a full batch: they compile or are captured
-MIN_ROOFLINE_SHARE, ROOFLINE_BATCHES = 0.75, (1, 64, 256)  # of plain decoding on a GPU
+MIN_ROOFLINE_SHARE, ROOFLINE_BATCHES = 0.75, (1, 64, 256)  # for plain decoding on a GPU
 MAX_HOST_SHARE, HOST_BATCH = 0.15, 64
 HEAD = (
     f"{'model':13}{'kind':12}{'batch':>6}{'nodes':>7}{'step ms':>9}{'of least':>9}{'watched':>9}{'host':>6}"
@@ -189,7 +189,7 @@ def measure_model(loaded: LoadedModel, name: str, rates: DeviceRates, scale: Sca
                 num_cached += round(batch * row["tokens_a_step"] * (NUM_WARM_STEPS + scale.num_steps / 2))
                 num_tokens = round(batch * (1 + row["drafted_tokens_a_text"]))
                 least = Roofline.of_engine(engine, rates)
-                least.add(num_tokens, num_tokens, num_cached)  # all with logits
+                least.add(num_tokens, num_tokens, num_cached)  # all tokens have logits
                 unwatched = Spread.of(times)
                 row |= {
                     "unwatched_ms": unwatched,

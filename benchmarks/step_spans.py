@@ -44,7 +44,7 @@ class Spans:
         self.keeps: Callable[[list], bool] = lambda live: True
         self._waits = device.type == "cuda"
         self._device = device
-        self._inner: list[float] = []  # for each open span, the time of the spans inside it
+        self._inner: list[float] = []  # for each open span, the time of its inner spans
         self._step: dict[str, float] = defaultdict(float)
 
     def timed(self, part: str, call: Callable) -> Callable:

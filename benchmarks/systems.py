@@ -27,7 +27,7 @@ VLLM_SYSTEMS = {
     "vllm": None,
     "vllm-ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
 }
-VLLM_MEMORY_SHARE = 0.45  # of the device, which it shares with our engine
+VLLM_MEMORY_SHARE = 0.45  # share of the device's memory; our engine has the rest
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Vllm:
         outputs = self._llm.generate(inputs, parameters, use_tqdm=False)
         wall_s = time.perf_counter() - start_s
         written = [output.outputs[0] for output in outputs]
-        text_tokens = tuple(len(output.token_ids) for output in written)  # with the end token
+        text_tokens = tuple(len(output.token_ids) for output in written)  # including the end token
         ends = (len(output.token_ids) - (output.finish_reason == "stop") for output in written)
         texts = tuple(tuple(output.token_ids[:end]) for output, end in zip(written, ends, strict=True))
         num_tokens = sum(text_tokens)

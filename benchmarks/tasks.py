@@ -36,7 +36,7 @@ from laserbatch.retrieval_pools.settings import PoolSettings
 
 logger = logging.getLogger("benchmarks")
 
-MAX_PROMPT_TOKENS = 768  # of prompts about viewers and films
+MAX_PROMPT_TOKENS = 768  # limit of prompts about viewers and films
 GOODREADS_PROMPT = 'Describe the book "{title}" in one or two sentences.'
 
 
@@ -111,7 +111,7 @@ def sample_tasks(tokenizer, size: TaskSize) -> list[Task]:
     The sample model was not trained on this world.
     """
     settings = of_domain(KnowledgeSettings(), "sample")
-    num_entities = 20 + 2 * size.total  # some share a prompt; a world has at least 20 items
+    num_entities = 20 + 2 * size.total  # some prompts are equal; a world has at least 20 items
     with tempfile.TemporaryDirectory() as folder:
         write_sample_world(folder, num_users=num_entities, num_items=num_entities, seed=SEED)
         tables = read_tables(folder, as_of=LAST_DATE)

@@ -20,9 +20,9 @@ SEEDS = (3, 4, 5, 6)
 class Spread:
     """Variances of one model's paired difference of AUC."""
 
-    seeds: float  # over seeds, on one set of test rows
-    interaction: float  # the part of `seeds` that other test users would change
-    users: float  # due to other test users, the same for all seeds
+    seeds: float  # over seeds, on the same test rows
+    interaction: float  # the part of `seeds` that depends on the test users
+    users: float  # due to the test users, equal for all seeds
 
 
 MEASURED = {
