@@ -192,7 +192,7 @@ def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
     for sentence in name_left_out(listing.left_out):
         expected, advice = "only Parquet files with rows", "move them away, or write them like the other files"
         findings.add(Finding("left-out", table, sentence, expected, advice, is_warning=True))
-    kinds: dict[str, dict[str, str | None]] = {}  # file -> column -> type
+    seen = _SeenColumns(table)
     num_rows = 0
     for part in typed_parts(listing.files, table):
         name = part.name_in(path)
@@ -210,8 +210,7 @@ def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
             yield _Part(table, name)
             continue
         read = [field for field in file.schema_arrow if role_of(table, field.name) is not None]
-        kinds[name] = {field.name: _compared_type(table, field) for field in read}
-        findings.add(*_differences(table, name, kinds))
+        findings.add(*seen.differences(name, {field.name: _compared_type(table, field) for field in read}))
         faulty = {fault.column for fault in faults}
         usable = {field.name: field.type for field in file.schema_arrow if field.name not in faulty}
         yield _Part(table, name, file, usable, units)
@@ -219,18 +218,26 @@ def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
         findings.add(Finding("empty-table", table, "the table has no rows", "at least one", "write the table again"))
 
 
-def _differences(table: str, name: str, kinds: dict[str, dict[str, str | None]]) -> Iterator[Finding]:
-    """Findings about columns and types in which the last file of `kinds` differs from the files before it."""
-    advice = "write all files of a table with the same columns and types"
-    first = next(iter(kinds))
-    for column in sorted((kinds[name].keys() ^ kinds[first].keys()).difference(REQUIRED_COLUMNS[table])):
-        found = f"the column is {'not in' if column in kinds[name] else 'missing, but it is in'} {first}"
-        yield Finding("columns-differ", table, found, "the same columns", advice, column, name)
-    for column, kind in kinds[name].items():
-        other = next(other for other, other_kinds in kinds.items() if other_kinds.get(column) or other == name)
-        if kind not in (None, kinds[other][column]):
-            found = f"the column holds {kind}, but {kinds[other][column]} in {other}"
-            yield Finding("types-differ", table, found, "one type", advice, column, name)
+class _SeenColumns:
+    """The columns of a table's first file, and the first file in which each column has a type."""
+
+    def __init__(self, table: str) -> None:
+        self._table = table
+        self._first: tuple[str, Collection[str]] | None = None  # the first file and its columns
+        self._typed: dict[str, tuple[str, str]] = {}  # column -> the first file with a type, and the type
+
+    def differences(self, name: str, kinds: Mapping[str, str | None]) -> Iterator[Finding]:
+        """Findings about columns and types in which a file differs from the files before it."""
+        advice = "write all files of a table with the same columns and types"
+        first, columns = self._first = self._first or (name, set(kinds))
+        for column in sorted((kinds.keys() ^ columns).difference(REQUIRED_COLUMNS[self._table])):
+            found = f"the column is {'not in' if column in kinds else 'missing, but it is in'} {first}"
+            yield Finding("columns-differ", self._table, found, "the same columns", advice, column, name)
+        for column, kind in kinds.items():
+            other, of_other = self._typed.setdefault(column, (name, kind)) if kind is not None else (name, kind)
+            if kind != of_other:
+                found = f"the column holds {kind}, but {of_other} in {other}"
+                yield Finding("types-differ", self._table, found, "one type", advice, column, name)
 
 
 def _compared_type(table: str, field: pa.Field) -> str | None:
