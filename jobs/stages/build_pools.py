@@ -246,9 +246,9 @@ def _build_pools(
             routers[side].save(folder / "router" / side)
             scratch = folder / SCRATCH_NAME
             scratch.mkdir()
-            run_texts = read_run_texts(night.run, side, scratch)
+            run_texts = read_run_texts(night, side, scratch)
             if run_texts is None:
-                say(f"no {side} pool is built, because the run has no {side} texts")
+                say(f"no {side} pool is built, because the run has no {side} texts of its model's tokenizer")
             else:
                 built[side] = _build(night, side, version, run_texts, routers[side], folder / side)
             shutil.rmtree(scratch)

@@ -26,9 +26,9 @@ from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.forms import guiding_grammar
 from laserbatch.pipeline.knowledge.prompts import have_same_tokens
 from laserbatch.pipeline.planning.plan import RenderedRow, load_plan, read_shard
+from laserbatch.pipeline.planning.planner import shared_fingerprint
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.mapped import mapped_column
-from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.tables.read import Tables
 from laserbatch.retrieval_pools.calibration.calibrate import (
     MIN_CHANGED_TEXTS,
@@ -117,19 +117,22 @@ class RunTexts:
         give_back(self.tokens)
 
 
-def read_run_texts(run: RunFolder, side: Side, scratch: Path) -> RunTexts | None:
-    """Read the texts of a side in the run's own tokenizer; None if it has none.
+def read_run_texts(night: Night, side: Side, scratch: Path) -> RunTexts | None:
+    """Read the texts of a side in the tokenizer of a night's run; None if it has none.
 
     Stale texts may have an earlier tokenizer and are then left out. Files in `scratch` must stay while the texts are in
     use.
     """
+    run, settings = night.run, night.settings
     current = (
         batch["fingerprint"].filter(pc.invert(batch["is_stale"]))
         for batch in run.iter_knowledge(side, ("fingerprint", "is_stale"))
     )
     fingerprint = next((of_batch[0].as_py() for of_batch in current if len(of_batch)), None)
-    if fingerprint is None:
-        return None
+    if fingerprint is None:  # all texts are stale: every new one failed or was postponed
+        fingerprint = shared_fingerprint(
+            night.template(side), settings.knowledge.max_prompt_tokens, settings.decoding, settings.model_dir
+        )
 
     def batches(*columns: str) -> Iterator[pa.RecordBatch]:
         for batch in run.iter_knowledge(side, (*columns, "fingerprint")):

@@ -61,7 +61,7 @@ def texts_of_runs(night: Night, num_texts: int) -> list[TrainingText]:
 def _texts_of_run(night: Night, side: Side, max_texts: int) -> dict[str | int, TrainingText]:
     rows = planned_rows(night, side, max_texts)
     with ScratchFolder("texts") as scratch:
-        run_texts = read_run_texts(night.run, side, Path(scratch)) if rows else None
+        run_texts = read_run_texts(night, side, Path(scratch)) if rows else None
         written = {} if run_texts is None else run_texts.of_entities([row.entity_id for row in rows])
         return {
             row.entity_id: TrainingText(row.prompt.token_ids, written[row.entity_id].copy())

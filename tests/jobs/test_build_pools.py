@@ -25,6 +25,7 @@ from laserbatch.jobs.stages.night import current_pools, open_night
 from laserbatch.jobs.stages.pool_texts import read_run_texts
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.errors import ClusterFailed
+from laserbatch.pipeline.planning.planner import shared_fingerprint
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.retrieval_pools.errors import PoolError
@@ -164,7 +165,7 @@ def test_texts_come_in_the_order_of_the_table(world, tmp_path):
     shuffled = rows.take(pa.array(np.random.default_rng(1).permutation(rows.num_rows)))
     night.run.shards("item").write("00000", shuffled.slice(0, 10))
     night.run.shards("item").write("00001", shuffled.slice(10, 30))
-    read = read_run_texts(night.run, "item", tmp_path)
+    read = read_run_texts(night, "item", tmp_path)
     ids, routes = night.tables.items["item_id"].to_pylist(), Routes.nowhere(night.tables.items.num_rows)
     (texts,) = read.pool_texts(night.tables, "item", routes)
     by_id = dict(zip(rows["entity_id"].to_pylist(), rows["token_ids"].to_pylist(), strict=True))
@@ -174,7 +175,7 @@ def test_texts_come_in_the_order_of_the_table(world, tmp_path):
     parts = zip(texts.begins.tolist(), texts.lengths.tolist(), strict=True)
     texts = [read.tokens[begin : begin + length].tolist() for begin, length in parts]
     assert texts == [by_id[key] for key in entity_ids]
-    assert read_run_texts(night.run, "user", tmp_path) is None
+    assert read_run_texts(night, "user", tmp_path) is None
 
 
 def test_texts_of_another_tokenizer_go_into_no_pool_and_its_pools_are_not_drafted_from(world, monkeypatch, capsys):
@@ -193,6 +194,21 @@ def test_texts_of_another_tokenizer_go_into_no_pool_and_its_pools_are_not_drafte
     assert capsys.readouterr().err.count("its token ids mean other texts") == 2
 
 
+def test_pools_of_a_night_in_which_every_new_text_failed_hold_the_stale_texts(world, capsys):
+    night = opened(world, FIRST_DATE, "{}")
+    write_texts(night)
+    rows, settings = read_parquet(night.run.knowledge_folder("item")), night.settings
+    model = shared_fingerprint(night.template("item"), 16, settings.decoding, settings.model_dir).split("-")[2]
+    fingerprints = [f"t-p-{model}-d-a-h"] * 20 + ["t-p-other-d-a-h"] * (rows.num_rows - 20)
+    columns = {"fingerprint": pa.array(fingerprints), "is_stale": pa.array([True] * rows.num_rows)}
+    stale = pa.table({name: columns.get(name, rows[name]) for name in rows.column_names})
+    night.run.shards("item").write("00000", stale)
+    assert build_pools(night)["item"].num_texts == 20
+    night.run.shards("item").write("00000", stale.slice(20))
+    assert "item" not in build_pools(night)
+    assert "the run has no item texts of its model's tokenizer" in " ".join(capsys.readouterr().err.split())
+
+
 def test_of_more_texts_than_a_pool_holds_some_are_left_out_and_counted(world, monkeypatch, capsys):
     """The same texts are left out every night, although other texts come and go, and the night succeeds."""
     for module in (pool_texts, texts_of_pools, build):
@@ -205,7 +221,7 @@ def test_of_more_texts_than_a_pool_holds_some_are_left_out_and_counted(world, mo
 
     def ids_in_pool(tables) -> set:
         with TemporaryDirectory() as folder:
-            is_in_pool = read_run_texts(night.run, "item", Path(folder)).in_pool(tables, "item") >= 0
+            is_in_pool = read_run_texts(night, "item", Path(folder)).in_pool(tables, "item") >= 0
         return set(np.array(tables.items["item_id"].to_pylist())[is_in_pool].tolist())
 
     before = ids_in_pool(night.tables)
@@ -290,7 +306,8 @@ def test_a_task_builds_the_pools_that_this_process_builds(first_night, monkeypat
         assert replace(pool, build_s=expected.build_s) == expected and pools.current_version() == version
         by_task = {path.name: path.read_bytes() for path in pools.folder(version).rglob("*") if path.is_file()}
         assert by_task == alone
-        assert capsys.readouterr().err == "no user pool is built, because the run has no user texts\n"
+        lacking = "no user pool is built, because the run has no user texts of its model's tokenizer\n"
+        assert capsys.readouterr().err == lacking
         with monkeypatch.context() as patched:
             patched.setattr(ray, "get", Mock(side_effect=WorkerCrashedError))
             with pytest.raises(
