@@ -142,14 +142,15 @@ class Oracle:
 
     def pools_to_use(self, date: str, min_support: int) -> str | None:
         """The version of the pools that a night may draft from: the current one, or the newest that is not later."""
+        """The pools that a run may draft from: the current ones, or the newest of a run not later and not held."""
         pointer = self.workspace / "pools" / "CURRENT"
         there = {path.name.partition("@")[0] for path in (self.workspace / "pools").glob("2*") if path.is_dir()}
         version = pointer.read_text().strip() if pointer.exists() else None
         if version is not None and version not in there:
             return None
-        if version is not None and (version[:10] > date or version in self.not_built_on):
-            older = (name for name in there if name[:10] <= date and name not in self.not_built_on)
-            version = max(older, default=None)
+        not_used = self.not_built_on | self.held
+        if version is not None and (version[:10] > date or version in not_used):
+            version = max((name for name in there - not_used if name[:10] <= date), default=None)
         return self._usable(version, min_support)
 
     def pools_of(self, run_id: str, min_support: int) -> str | None:
