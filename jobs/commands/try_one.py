@@ -190,7 +190,7 @@ def write_entity(night: Night, side: Side) -> TriedEntity:
         num_prompt_tokens=len(prompt.token_ids),
         num_history=prompt.num_history,
         num_history_dropped=prompt.num_history_dropped,
-        pool_version=version,
+        pool_version=None if pool is None else version,
         group=row.group or None,
         scheme=scheme,
         text=text,
