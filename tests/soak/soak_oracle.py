@@ -141,7 +141,7 @@ class Oracle:
         return json.dumps([side, template, is_rated, limit, decoding, shown, events], sort_keys=True)
 
     def pools_to_use(self, date: str, min_support: int) -> str | None:
-        """The version of the pools that a run may draft from: the current one, or the newest of no later or held run."""
+        """The version of the pools that a run may draft from: the current one, or the newest not later and not held."""
         pointer = self.workspace / "pools" / "CURRENT"
         there = {path.name.partition("@")[0] for path in (self.workspace / "pools").glob("2*") if path.is_dir()}
         version = pointer.read_text().strip() if pointer.exists() else None
