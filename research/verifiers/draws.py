@@ -13,9 +13,12 @@ import numpy as np
 import torch
 
 from laserbatch.pipeline.decoding.device_memory import to_device
+from laserbatch.pipeline.decoding.guided import GuidedLogits
 from laserbatch.pipeline.decoding.model.sampling import SampledLogits, gumbel_noise, uniform
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.pipeline.decoding.verifiers.relaxed import Greedy
+
+SECOND_SAMPLE_SEED = 0x2545F4914F6CDD1D
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,14 @@ class SamplingRule(Greedy):
 
     draw: Draw
 
-    def sampled(self, temperature, rows, seeds, lengths, trees) -> "DrawnLogits":
-        """Rows whose argmax is the sample of this rule; `SampledLogits` describes the parameters."""
+    def sampled(self, temperature, rows, seeds, lengths, trees) -> SampledLogits:
+        """Rows whose argmax is the sample of this rule; `SampledLogits` describes the parameters.
+
+        A row of `GuidedLogits` is judged after its first sample was forbidden. That depended on the draws and on their
+        random numbers, so the second sample uses neither.
+        """
+        if isinstance(rows, GuidedLogits):
+            return SampledLogits(temperature, rows, [seed ^ SECOND_SAMPLE_SEED for seed in seeds], lengths, trees)
         return DrawnLogits(self, temperature, rows, seeds, lengths, trees)
 
 

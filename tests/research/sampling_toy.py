@@ -5,6 +5,7 @@ import torch
 from reference import HeldLogits
 
 from laserbatch.pipeline.decoding.acceptance import verify
+from laserbatch.pipeline.decoding.guided import GuidedLogits
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.pipeline.decoding.verifiers import Greedy
 
@@ -15,17 +16,33 @@ MIN_EXPECTED = 10  # in a cell, so that the chi-square distribution holds
 NUM_BEFORE = 9  # prompt tokens of every text
 
 
-def first_tokens(trees: TreeBatch, num_tokens: int, sampled) -> np.ndarray:
-    """The first tokens of the toy's texts, with a draft tree for each text: int64 (num_trees, num_tokens).
+class Without:
+    """Stands in for a guide whose grammar allows every token but one."""
 
-    `sampled`: makes rows of samples; a text's number is its seed. Tokens after the tree are not drafted.
+    def __init__(self, token_id: int) -> None:
+        self._token_id = token_id
+
+    def num_allowed(self, token_ids: list[int]) -> int:
+        return [*token_ids, self._token_id].index(self._token_id)
+
+    def write_mask(self, path: list[int], mask: np.ndarray) -> None:
+        mask[0] ^= np.uint32(1 << self._token_id)
+
+
+def first_tokens(trees: TreeBatch, num_tokens: int, sampled, guide=None) -> np.ndarray:
+    """The first tokens of texts of the toy, for each of which a tree is drafted: int64 (num_trees, num_tokens).
+
+    `sampled` : makes rows of samples; a text's number is its seed. Of the text's later tokens nothing is drafted, and
+    they are not guided.
     """
     num_texts = trees.num_trees
     before = np.concatenate([[VOCAB, *tree.token_ids] for tree in trees])  # of each row, the last token
     starts = trees.starts + np.arange(num_texts)
     held = HeldLogits(AFTER[torch.from_numpy(before.astype(np.int64))])
-    rows = sampled(TEMPERATURE, held, range(num_texts), [NUM_BEFORE] * num_texts, trees)
-    acceptances = verify(Greedy(), rows, trees, starts, NO_END)
+    how = range(num_texts), [NUM_BEFORE] * num_texts, trees
+    guides = [guide] * num_texts
+    masked = guide and sampled(TEMPERATURE, GuidedLogits(held, guides, trees), *how)
+    acceptances = verify(Greedy(), sampled(TEMPERATURE, held, *how), trees, starts, NO_END, guides, masked)
     texts = [
         [*tree.token_ids[acceptance.nodes].tolist(), acceptance.next_token]
         for tree, acceptance in zip(trees, acceptances, strict=True)

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from packs import chain_tree
-from sampling_toy import MIN_P, NUM_BEFORE, TEMPERATURE, VOCAB, counts_and_expected, first_tokens
+from sampling_toy import AFTER, MIN_P, NUM_BEFORE, TEMPERATURE, VOCAB, Without, counts_and_expected, first_tokens
 from scipy.stats import chisquare
 
+from laserbatch.pipeline.decoding.drafters.blended import blend
 from laserbatch.pipeline.decoding.model.sampling import SampledLogits
 from laserbatch.pipeline.decoding.plugins import verifier_plugin
 from laserbatch.pipeline.decoding.settings import DecodingSettings
@@ -75,7 +76,15 @@ def test_texts_have_the_distribution_of_the_target(name):
     assert np.array_equal(alone, texts[:40])  # texts do not depend on the batch
 
 
-# Wrong rules: a rejected draw stays in the residual; after draws without replacement q is not renormalised.
+def test_texts_that_a_grammar_guides_have_the_distribution_of_the_allowed_tokens():
+    """What is sampled in place of a forbidden token does not depend on the draws that led to it."""
+    tokens = first_tokens(drafted(Chains(1, 1), 1), 1, LEVIATHAN.sampled, Without(0))[:, 0]
+    p = torch.softmax(AFTER[VOCAB, 1:].double() / TEMPERATURE, -1).numpy()
+    assert 0 not in tokens
+    assert chisquare(np.bincount(tokens, minlength=VOCAB)[1:], len(tokens) * p).pvalue > MIN_P
+
+
+# Wrong: a rejected draw is not taken out of what is left; of draws without replacement q is not what is left of it.
 RESIDUAL_FORGOTTEN = SamplingRule(lambda p, draws: (recursive_rejection(p, draws)[0], p))
 COUNTED_WITH_REPLACEMENT = SPECINFER
 
@@ -102,6 +111,13 @@ def test_chosen_tokens_beside_drawn_ones_keep_the_distribution():
     for rule in (SPECINFER, K_SEQ):
         counts, expected = counts_and_expected(first_tokens(trees, 2, rule.sampled))
         assert chisquare(counts, expected).pvalue > MIN_P
+
+
+def test_draws_stay_draws_if_another_drafter_is_named_first():
+    drawn, other = drafted(Chains(2, 1), 1, 5), TreeBatch.of([chain_tree([1])] * 5)
+    blended = blend([other, drawn], 8)
+    assert blended.proposals is not None
+    assert np.array_equal(blended.token_ids[blended.proposals.nodes], drawn.token_ids[drawn.proposals.nodes])
 
 
 def with_root(tree, token: int):

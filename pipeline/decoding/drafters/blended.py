@@ -14,7 +14,7 @@ ORDER: tuple[Observes, ...] = ("nothing", "decode", "prefill")
 class BlendedDrafter(Drafter):
     """The proposals of several drafters: equal paths are merged, with the larger estimate; the likeliest nodes stay.
 
-    A drafter that samples its nodes must be the first; they stay whole, as their estimated acceptance is 1.
+    At most one drafter samples its nodes; they come first and stay whole, as their estimated acceptance is 1.
     """
 
     def __init__(self, drafters: Sequence[Drafter], max_nodes: int = MAX_NODES) -> None:
@@ -36,6 +36,7 @@ class BlendedDrafter(Drafter):
 
 def blend(drafts: Sequence[TreeBatch], max_nodes: int) -> TreeBatch:
     """The union of several drafters' trees for the same sequences, cut to the `max_nodes` likeliest nodes of each."""
+    drafts = sorted(drafts, key=lambda trees: trees.proposals is None)
     sizes, parts, placed = [], [], []
     for number in range(drafts[0].num_trees):
         columns, places = union([draft[number] for draft in drafts])

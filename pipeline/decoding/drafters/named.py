@@ -40,7 +40,6 @@ def drafter_from(
     if budget.max_draft_tokens == 0:
         return NoDrafter()
     plugins = plugins or load_plugin_drafters(settings, None)
-    # A drafter that samples its nodes comes first, as `BlendedDrafter` requires.
     drafters = [drafter for plugin in plugins for drafter in plugin.drafters(settings, budget, max_tokens)]
     if settings.text_sources:
         limits = budget.max_draft_tokens, budget.min_acceptance
