@@ -1,7 +1,7 @@
 """The options of the drafter `trained`, and the kinds of trained drafters with the defaults of their training."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -29,7 +29,7 @@ class TrainedOptions(Strict):
         le=64,
         description="Each model or head drafts this many tokens ahead; each costs one forward pass of the draft model.",
     )
-    branching: tuple[int, ...] = Field(
+    branching: tuple[Annotated[int, Field(ge=1, le=64)], ...] = Field(
         default=(),
         description="With verifier rsd, a draft has this many tokens after each node of depth 0, 1, ... (RSD-C). This "
         "replaces width and length.",

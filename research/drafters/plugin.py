@@ -1,6 +1,7 @@
 """The drafter `trained` of the configuration: small models and a head that were trained to draft for the model."""
 
 from laserbatch.pipeline.decoding.plugins import DrafterPlugin, LoadedDrafter
+from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.research.drafters.options import TrainedOptions
 
 
@@ -16,6 +17,12 @@ class TrainedPlugin(DrafterPlugin):
         if options.branching and decoding.verifier != "rsd":
             raise ValueError(
                 f"drafter_options.trained.branching is for verifier rsd, not {decoding.verifier}: set width instead"
+            )
+        limit = Budget.of(decoding).max_draft_tokens
+        if options.branching and 0 < limit < options.branching[0]:
+            raise ValueError(
+                f"drafter_options.trained.branching starts with {options.branching[0]} tokens, but a draft has at most "
+                f"{limit}: lower it, or raise max_draft_tokens"
             )
 
     def load(self, options: TrainedOptions, decoding, target) -> LoadedDrafter:

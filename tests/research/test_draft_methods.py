@@ -273,6 +273,11 @@ def path_of(tree: TokenTree, node: int) -> tuple[int, ...]:
         ({"verifier": "rsd", "temperature": 1}, "verifier rsd judges drafts that a small model or a head samples"),
         ({"verifier": "k_seq", "temperature": 1} | trained(models=["a", "b"]), "judges drafts of one model"),
         (trained(models=["a"], branching=[2]), "trained.branching is for verifier rsd, not relaxed"),
+        (trained(models=["a"], branching=[0]), r"branching\.0: Input should be greater than or equal to 1"),
+        (
+            {"verifier": "rsd", "temperature": 1} | trained(models=["a"], branching=[20]),
+            "branching starts with 20 tokens, but a draft has at most 16: lower it, or raise max_draft_tokens",
+        ),
         (trained(), "trained has neither models nor a head"),
         (trained(modles=["a"]), "trained: modles: no such key; did you mean 'models'"),
         ({"engine": "vllm"} | trained(models=["a"]), "drafters trained with engine vllm"),
