@@ -36,6 +36,7 @@ NUM_CASES = 3  # pairs of a side that the report shows
 COLUMNS = ["entity_id", "text", "token_ids", "fields_json"]
 OFF = "The comparison with plain texts is off: night.num_audited is 0."
 LOSSLESS = "Nothing to compare: the verifier accepts only plain decoding's tokens, or no drafts were used tonight."
+SAMPLED = "Nothing to compare: the verifier samples, so its texts differ from plain samples of the model by chance."
 TOO_FEW = (
     "Too few texts to compare with plain texts were written tonight. Without night.compare_with_plain a side needs "
     f"{MIN_PAIRS * MIN_TEXTS_PER_AUDITED} or more, and night.num_audited must be {MIN_PAIRS} or more."
@@ -87,6 +88,8 @@ def _why_not(night: Night) -> str | None:
     settings, stats = night.settings, [figures.stats for figures in night.manifest.generation.sides.values()]
     if not settings.night.num_audited:
         return OFF
+    if settings.decoding.verifier_samples:
+        return SAMPLED
     is_plain = settings.decoding.verifier == "greedy" or not any(side.has_guesses for side in stats)
     is_written = any(side.num_texts for side in stats)
     return LOSSLESS if is_plain and is_written and not settings.night.compare_with_plain else None

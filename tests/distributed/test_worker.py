@@ -13,6 +13,8 @@ from parrots import parrot
 from test_actors import planned
 
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, load_tokenizer
+from laserbatch.pipeline.decoding.sequence import GenerationResult
+from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.distributed import worker
 from laserbatch.pipeline.distributed.worker import ShardWorker, longest_first, sound_text
 from laserbatch.pipeline.engines import own
@@ -160,6 +162,16 @@ def test_a_relaxed_text_that_ran_on_is_written_again_as_a_greedy_one(tmp_path, m
     assert stats.num_rewritten == (4 if ran_on else 0)
     assert {json.loads(row["decoding_json"])["verifier"] for row in rows} == {"greedy" if ran_on else "relaxed"}
     assert ([row["text"] for row in rows] == [row["text"] for row in greedy_rows]) == ran_on
+
+
+def test_a_sampled_text_that_ran_on_stays_as_the_model_s_own_texts_do(monkeypatch):
+    sampling = {"verifier": "leviathan", "temperature": 1, "drafters": ["trained"]}
+    decoding = DecodingSettings(**sampling, drafter_options={"trained": {"models": ["unused"]}})
+    text = GenerationResult("0", np.zeros(9, np.int32), np.zeros(9, np.uint8), "", "length")
+    stand_in = SimpleNamespace(
+        spec=SimpleNamespace(decoding=decoding), _usual_tokens={"item": 3}, _generate=lambda *_: iter([text])
+    )
+    assert list(ShardWorker._outcomes(stand_in, "item", {}, None)) == [(text, "leviathan")]  # pyright: ignore
 
 
 def test_a_shards_counts_of_graphs_are_its_own(tmp_path):

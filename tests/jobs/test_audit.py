@@ -166,6 +166,7 @@ def test_what_is_beyond_a_limit_keeps_a_night_from_its_readers(lived):
     ("section", "option", "reason"),
     [
         ("decoding", {"verifier": "greedy"}, "the verifier accepts only plain"),
+        ("decoding", {"verifier": "leviathan"}, "its texts differ from plain samples of the model by chance"),
         ("night", {"num_audited": 0}, "night.num_audited is 0"),
         ("night", {"num_audited": 15}, "Too few texts"),
     ],

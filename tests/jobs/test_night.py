@@ -208,7 +208,12 @@ def test_a_backfill_goes_from_each_night_to_the_next_and_publishes_its_last_when
 
 
 def test_words_that_users_may_share_are_warned_about_once_a_run(world, capsys):
-    for options, is_warned in (("", True), ("pools: {min_support: 5}", False), ("decoding: {verifier: greedy}", False)):
+    sampling = (
+        "decoding: {verifier: rsd, temperature: 1, drafters: [pool, trained], "
+        "drafter_options: {trained: {models: [small]}}}"
+    )
+    lossless = ("decoding: {verifier: greedy}", sampling)
+    for options, is_warned in (("", True), ("pools: {min_support: 5}", False), *((rule, False) for rule in lossless)):
         (world / "laserbatch.yaml").write_text(f"workspace: workspace\ntables: {{path: tables}}\n{options}\n")
         opened(world)
         assert ("words of one user can end up in another" in " ".join(capsys.readouterr().err.split())) == is_warned
