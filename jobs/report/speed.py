@@ -3,6 +3,7 @@
 from laserbatch.jobs.formatting import MISSING, count, counted, decimal, percent, rate, ratio, seconds, times
 from laserbatch.jobs.report.blocks import Block, Note, Section, Table
 from laserbatch.jobs.report.sides import SideReport
+from laserbatch.pipeline.decoding.plugins import rule_sentence
 from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.stats import DecodingStats
 
@@ -26,10 +27,10 @@ def speed_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
         )
     if any(side.figures.budget for side in sides):
         blocks.append(_forecast(sides))
-    lead = ""
+    lead = rule_sentence(str(verifier))
     if rewritten := sum(side.figures.stats.num_rewritten for side in sides):
-        lead = (
-            f"{counted(rewritten, 'text')} reached the token limit under relaxed verification and were written again "
+        lead += (
+            f" {counted(rewritten, 'text')} reached the token limit under relaxed verification and were written again "
             "as plain decoding writes them."
         )
     return Section("speed", "Speed", blocks, lead)

@@ -8,11 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from laserbatch.pipeline.plugins import load_plugin
+from laserbatch.pipeline.plugins import UnknownPlugin, load_plugin
 from laserbatch.pipeline.validation import Strict
 
 TEXT_SOURCES = ("previous", "prompt", "output", "pool")  # drafters that are built in
-RULES = ("greedy", "top_k", "probability", "relaxed")  # verifiers that are built in
+# Verifiers that are built in: what they accept, and whether texts depend on drafts.
+RULES = {
+    "greedy": "accepts a draft token only if plain decoding would write it, so drafts change no text",
+    "top_k": "accepts a draft token among the top_k most likely ones, so texts depend on drafts",
+    "probability": "accepts a draft token above min_probability, so texts depend on drafts",
+    "relaxed": "accepts a draft token among the top_k most likely ones and above min_probability, so texts depend on "
+    "drafts",
+}
 
 
 class LoadedDrafter(Protocol):
@@ -51,10 +58,12 @@ class DrafterPlugin:
 class VerifierPlugin:
     """A rule of acceptance that a package provides.
 
-    `samples` : whether it needs a temperature above 0 and its texts are samples of the model.
+    `samples` : whether it needs a temperature above 0 and its texts are samples of the model; `summary` : what it
+    accepts, and whether texts depend on drafts, as the predicate of a sentence.
     """
 
     samples: ClassVar[bool] = False
+    summary: str = ""
 
     def check(self, decoding: Any) -> None:
         """Raise ValueError if the options of decoding do not fit it."""
@@ -86,4 +95,13 @@ def drafter_plugin(name: str) -> DrafterPlugin:
 
 def verifier_plugin(name: str) -> VerifierPlugin:
     """The rule of this name that another package provides. Raises UnknownPlugin."""
-    return load_plugin("verifiers", name, RULES)
+    return load_plugin("verifiers", name, tuple(RULES))
+
+
+def rule_sentence(name: str) -> str:
+    """What a rule accepts, and whether texts depend on drafts; empty if it does not say, or is not installed."""
+    try:
+        summary = RULES.get(name) or verifier_plugin(name).summary
+    except UnknownPlugin:
+        summary = ""
+    return f"The rule {name} {summary}." if summary else ""

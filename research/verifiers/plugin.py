@@ -8,8 +8,9 @@ from laserbatch.pipeline.decoding.plugins import VerifierPlugin
 class Unsure(VerifierPlugin):
     """A rule of `unsure.py`; the option min_probability sets its `parameter`, if it has one."""
 
-    def __init__(self, name: str, parameter: str | None = None) -> None:
+    def __init__(self, name: str, summary: str, parameter: str | None = None) -> None:
         self._name, self._parameter = name, parameter
+        self.summary = f"accepts {summary}, so texts depend on drafts"
 
     def make(self, decoding):
         from laserbatch.research.verifiers import unsure
@@ -23,7 +24,11 @@ class Sampling(VerifierPlugin):
 
     samples = True
 
-    def __init__(self, draw: str, judges_several: bool = False, **arguments) -> None:
+    def __init__(self, draw: str, summary: str, judges_several: bool = False, **arguments) -> None:
+        self.summary = (
+            f"judges {summary} by rejection sampling: texts keep the model's distribution, but which sample a text is "
+            "depends on the drafts"
+        )
         self._draw, self._judges_several, self._arguments = draw, judges_several, arguments
 
     def check(self, decoding) -> None:
@@ -44,8 +49,10 @@ class Sampling(VerifierPlugin):
         return SamplingRule(partial(draw, **self._arguments) if self._arguments else draw)
 
 
-TYPICAL, AASD, FLY = Unsure("Typical", "epsilon"), Unsure("AASD", "beta"), Unsure("FLy")
-LEVIATHAN = Sampling("first_draw")
-SPECINFER = Sampling("recursive_rejection", judges_several=True)
-K_SEQ = Sampling("k_seq")
-RSD = Sampling("recursive_rejection", without_replacement=True)
+TYPICAL = Unsure("Typical", "a draft token that is likely enough for the model's entropy", "epsilon")
+AASD = Unsure("AASD", "a draft token above a probability that rises with the model's entropy", "beta")
+FLY = Unsure("FLy", "any draft token where the model is unsure and then continues as the draft does")
+LEVIATHAN = Sampling("first_draw", "the first draw of a draft model")
+SPECINFER = Sampling("recursive_rejection", "independent draws of draft models in turn", judges_several=True)
+K_SEQ = Sampling("k_seq", "all independent draws of a draft model with one factor")
+RSD = Sampling("recursive_rejection", "draws of a draft model without replacement", without_replacement=True)

@@ -12,6 +12,8 @@ from laserbatch.jobs.commands.nightly import night_counts, nights_table
 from laserbatch.jobs.report.blocks import Table
 from laserbatch.jobs.report.page import render_page, sections_of
 from laserbatch.jobs.report.sides import SIDE_LABELS, sides_of
+from laserbatch.pipeline.decoding.plugins import RULES
+from laserbatch.pipeline.plugins import installed
 
 SECTIONS = ("work", "gates", "speed", "drafts", "ctr", "audit", "samples", "provenance")
 VOID_TAGS = {"meta", "link", "br", "img", "hr", "input"}
@@ -84,6 +86,13 @@ def test_the_speed_of_a_few_texts_is_compared_with_nothing(manifest):
 def test_a_night_on_vllm_says_so(manifest):
     manifest["settings"].setdefault("decoding", {})["engine"] = "vllm"
     assert "by vLLM, which verifies greedily" in outline(manifest).text
+
+
+@pytest.mark.parametrize("rule", [*RULES, *installed("verifiers")])
+def test_every_rule_says_what_it_accepts_and_whether_texts_depend_on_drafts(manifest, rule):
+    manifest["settings"]["decoding"]["verifier"] = rule
+    said = re.search(rf"The rule {rule} (accepts|judges) [^.]*drafts( change no text)?\.", outline(manifest).text)
+    assert said, rule
 
 
 def test_every_chart_says_its_values_to_those_who_do_not_see_it(manifest):
