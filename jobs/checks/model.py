@@ -23,6 +23,7 @@ from laserbatch.pipeline.distributed.cluster import Node, worker_layout
 from laserbatch.pipeline.distributed.settings import usable_cores
 from laserbatch.pipeline.engine_choice import choose_engine, vllm_advice
 from laserbatch.pipeline.gpus import num_gpus
+from laserbatch.pipeline.plugins import path_fields
 
 NO_CHAT_TEMPLATE = (
     "its tokenizer has no chat template: prompts go in as plain text",
@@ -119,6 +120,18 @@ def check_model(settings: Settings) -> Iterator[CheckResult]:
     if tokenizer.chat_template is None:
         yield CheckResult("model", "warning", *NO_CHAT_TEMPLATE)
     yield fitting_engine(settings, num_values, sum(path.stat().st_size for path in weights))
+
+
+def check_drafters(settings: Settings) -> Iterator[CheckResult]:
+    """Check that files and folders of plug-in drafters are there."""
+    for name in settings.decoding.plugin_drafters:
+        options = settings.decoding.options_of(name)
+        for key in path_fields(type(options)):
+            value = getattr(options, key)
+            for path in value if isinstance(value, tuple) else filter(None, (value,)):
+                if not path.exists():
+                    text = f"decoding.drafter_options.{name}.{key} names {path}, which is not there"
+                    yield CheckResult("drafters", "fault", text, "Correct the path, or leave the drafter out")
 
 
 def check_memory(settings: Settings) -> Iterator[CheckResult]:

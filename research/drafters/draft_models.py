@@ -66,11 +66,14 @@ class DraftModels:
         """Load the configured models. Raises ModelError if one cannot be read, or has another tokenizer."""
         small = []
         for folder in options.models:
-            loaded = load_model(folder, dtype, str(target.device))
+            try:
+                loaded = load_model(folder, dtype, str(target.device))
+            except ModelError as error:
+                raise ModelError(f"drafter_options.trained.models: {error}") from None
             if loaded.vocab_size != target.vocab_size or vocabulary_of(loaded) != vocabulary_of(target):
                 raise ModelError(
-                    f"draft model {folder} has another vocabulary ({loaded.vocab_size} tokens) than {target.model_id} "
-                    f"({target.vocab_size}): use a draft model with the target's tokenizer"
+                    f"drafter_options.trained.models: {folder} has another vocabulary ({loaded.vocab_size} tokens) "
+                    f"than {target.model_id} ({target.vocab_size}): use a draft model with the target's tokenizer"
                 )
             small.append(loaded)
         head = None if options.head is None else TrainedHead(options.head, target)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from night_world import make_world, run_here, write_config
 from parrots import parrot
+from trained_drafters import trained
 
 from laserbatch.jobs.checks import machine, model, trial
 from laserbatch.jobs.commands import doctor
@@ -53,7 +54,7 @@ def test_every_fault_is_told_with_how_to_mend_it_and_the_code_is_3(world, tmp_pa
     (tmp_path / "notes" / "todo.txt").write_text("no workspace")
     config = write_config(
         world, "broken.yaml", workspace=str(tmp_path / "notes"), tables={"path": "nowhere"},
-        decoding={"model": "no-model"}, encoding={"encoder": "no-encoder"},
+        decoding={"model": "no-model"} | trained("pool", models=["no-small"]), encoding={"encoder": "no-encoder"},
         extensions={"recommending": {"model": "no-recommender"}},
     )  # fmt: skip
     done = run_here(capfd, "doctor", "--config", str(config), "--no-ray")
@@ -61,6 +62,7 @@ def test_every_fault_is_told_with_how_to_mend_it_and_the_code_is_3(world, tmp_pa
     lines = [line for line in done.stdout.splitlines() if line.startswith("fault")]
     for about, advice in (
         ("model: there is no model folder", "give the path of a folder"),
+        ("no-small, which is not there", "Correct the path"),
         ("workspace: ", "Give a new or empty folder"),
         ("encoder: encoder folder", "expected a folder"),
         ("tables: ", "nowhere"),

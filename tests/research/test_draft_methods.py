@@ -16,11 +16,13 @@ from laserbatch.pipeline.decoding.drafters import Drafter, drafter_from
 from laserbatch.pipeline.decoding.drafters.blended import BlendedDrafter, blend
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.load import prepare_model
+from laserbatch.pipeline.decoding.plugins import drafter_plugin
 from laserbatch.pipeline.decoding.sequence import DecodingSequence, GenerationRequest
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import ROOT, TokenTree, TreeBatch
 from laserbatch.pipeline.decoding.verifiers import Greedy
 from laserbatch.pipeline.engines.own import OwnEngine
+from laserbatch.pipeline.errors import ModelError
 from laserbatch.research.drafters.aligned import AlignedDrafter, ngrams_behind
 from laserbatch.research.drafters.draft_models import SmallModel
 from laserbatch.research.drafters.lookahead import LookaheadDrafter
@@ -287,6 +289,12 @@ def path_of(tree: TokenTree, node: int) -> tuple[int, ...]:
 def test_settings_that_contradict_one_another_are_refused(options, problem):
     with pytest.raises(ValueError, match=problem):
         DecodingSettings(**options)
+
+
+def test_a_draft_model_that_is_not_there_is_refused_by_its_option(tmp_path):
+    settings = DecodingSettings(**trained(models=[tmp_path / "small"]))
+    with pytest.raises(ModelError, match=r"drafter_options\.trained\.models: there is no model folder .*small; give"):
+        drafter_plugin("trained").load(settings.options_of("trained"), settings, ONE_MODEL[0])
 
 
 def test_the_cache_of_a_worker_leaves_room_for_those_of_its_draft_models(monkeypatch, tmp_path):
