@@ -23,6 +23,7 @@ EXAMPLE = (
 )
 PLAIN = Budget(0, 1.0)
 OFF = "turned off in the configuration"
+NOT_MEASURED = "a fixed number, since the rule samples; decoding.max_draft_tokens sets another"
 MIN_GAIN = 1.1  # with less predicted gain, plain decoding is safer: measured gains were 10 to 35 % below predictions
 AS_GOOD = 0.995  # share of the best predicted speed that counts as equally fast
 # Highest threshold under a relaxed rule. A text then follows its drafts, which replays of fixed texts cannot show: they
@@ -82,7 +83,10 @@ def side_budget(decoding: DecodingSettings, pool, step_cost: StepCost | None, sh
     if not decoding.drafters:
         return ChosenBudget(PLAIN, BudgetForecast(OFF))
     if step_cost is None:
-        return configured_budget(Budget.of(decoding), pool, decoding.drafters, share_changed)
+        chosen = configured_budget(Budget.of(decoding), pool, decoding.drafters, share_changed)
+        if decoding.verifier_samples and decoding.max_draft_tokens is None:
+            chosen = replace(chosen, forecast=replace(chosen.forecast, reason=NOT_MEASURED))
+        return chosen
     batch_size, sources = known_batch_size(step_cost, decoding.batch_size), decoding.drafters
     configured = decoding.max_draft_tokens, decoding.min_acceptance
     if decoding.plugin_drafters:

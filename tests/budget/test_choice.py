@@ -118,7 +118,10 @@ def test_what_models_draft_is_verified_where_it_is_likelier_than_its_price():
     drawn = DecodingSettings(
         temperature=1.0, verifier="rsd", drafters=("trained",), drafter_options={"trained": {"models": ["small"]}}
     )
-    assert budget_step_cost(drawn, None) is None  # sampled drafts stay whole
+    assert budget_step_cost(drawn, None) is None  # what was drawn stays whole
+    for number, reason in ((None, "fixed number, since the rule samples"), (8, "set in the configuration")):
+        named = drawn.model_copy(update={"max_draft_tokens": number})
+        assert reason in side_budget(named, None, None, 0.0).forecast.reason
 
 
 def test_a_step_that_drafts_nothing_does_not_pay_for_one_that_drafts_much():
