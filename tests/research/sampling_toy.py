@@ -30,10 +30,9 @@ class Without:
 
 
 def first_tokens(trees: TreeBatch, num_tokens: int, sampled, guide=None) -> np.ndarray:
-    """The first tokens of texts of the toy, for each of which a tree is drafted: int64 (num_trees, num_tokens).
+    """The first tokens of the toy's texts, with a draft tree for each text: int64 (num_trees, num_tokens).
 
-    `sampled` : makes rows of samples; a text's number is its seed. Of the text's later tokens nothing is drafted, and
-    they are not guided.
+    `sampled`: makes rows of samples; a text's number is its seed. Tokens after the tree are neither drafted nor guided.
     """
     num_texts = trees.num_trees
     before = np.concatenate([[VOCAB, *tree.token_ids] for tree in trees])  # of each row, the last token

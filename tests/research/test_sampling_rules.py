@@ -84,7 +84,7 @@ def test_texts_that_a_grammar_guides_have_the_distribution_of_the_allowed_tokens
     assert chisquare(np.bincount(tokens, minlength=VOCAB)[1:], len(tokens) * p).pvalue > MIN_P
 
 
-# Wrong: a rejected draw is not taken out of what is left; of draws without replacement q is not what is left of it.
+# Wrong rules: a rejected draw stays in the residual; after draws without replacement q is not renormalised.
 RESIDUAL_FORGOTTEN = SamplingRule(lambda p, draws: (recursive_rejection(p, draws)[0], p))
 COUNTED_WITH_REPLACEMENT = SPECINFER
 
