@@ -112,6 +112,16 @@ def _with_parts(figures: Any) -> Any:
 _GROUPS = {"origin": RunOrigin, "generation": Generation, "judgement": Judgement}
 
 
+def _anew(path: Path) -> str:
+    folder = path.parent
+    return f"move {folder} away and run {folder.name[:10]} again (`laserbatch nightly`; for lists `recommend`)"
+
+
+def manifest_values(path: Path | str) -> dict[str, Any]:
+    """The JSON values of a manifest of any format. Raises WorkspaceError if it is missing or damaged."""
+    return read_json(path, f", or {_anew(Path(path))}")
+
+
 @dataclass(kw_only=True)
 class RunManifest:
     """A run's manifest; each stage sets its own part, and `save` writes all of it. In the file the groups are flat."""
@@ -133,9 +143,7 @@ class RunManifest:
     @classmethod
     def load(cls, path: Path | str) -> "RunManifest":
         """Read a manifest. Raises WorkspaceError if it is missing, damaged, or of another format."""
-        folder = Path(path).parent
-        anew = f"move {folder} away and run {folder.name[:10]} again (`laserbatch nightly`; for lists `recommend`)"
-        data = read_json(path, f", or {anew}")
+        data, anew = manifest_values(path), _anew(Path(path))
         if data.get("format_version") != MANIFEST_VERSION:
             raise WorkspaceError(
                 f"{path} has format version {data.get('format_version')!r}; this laserbatch reads {MANIFEST_VERSION}. "

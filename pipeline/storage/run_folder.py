@@ -10,10 +10,10 @@ import pyarrow as pa
 
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
-from laserbatch.pipeline.storage.atomic import read_json, require_sha256, write_text
+from laserbatch.pipeline.storage.atomic import require_sha256, write_text
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.figures import FeatureFigures, ShardRecord, SideFigures
-from laserbatch.pipeline.storage.manifest import RunManifest
+from laserbatch.pipeline.storage.manifest import RunManifest, manifest_values
 from laserbatch.pipeline.storage.parquet import (
     WrittenFile,
     iter_parquet,
@@ -206,7 +206,7 @@ class RunFolder:
 
         Empty if the manifest is missing or damaged; only the first if an earlier version wrote the manifest.
         """
-        manifest = unless_damaged(lambda: read_json(self.manifest_path), {})
+        manifest = unless_damaged(lambda: manifest_values(self.manifest_path), {})
         return manifest.get("ancestor_run_ids") or list(filter(None, [manifest.get("previous_run_id")]))
 
     def iter_knowledge(self, side: Side, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
