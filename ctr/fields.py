@@ -107,10 +107,8 @@ def _fit(name: str, trained: pa.Array) -> Encoder | None:
         return Encoder(name, "bag", _vocabulary(trained.flatten()))
     if not (pt.is_boolean(kind) or pt.is_string(kind)):
         return None
-    vocabulary, num_values = (
-        _vocabulary(trained.cast(pa.string()) if pt.is_boolean(kind) else trained),
-        len(trained) - trained.null_count,
-    )
+    vocabulary = _vocabulary(trained.cast(pa.string()) if pt.is_boolean(kind) else trained)
+    num_values = len(trained) - trained.null_count
     if num_values >= MIN_ENTITIES_TO_JUDGE and len(vocabulary) > MAX_DISTINCT_SHARE * num_values:
         return None
     return Encoder(name, "category", vocabulary)

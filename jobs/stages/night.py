@@ -214,8 +214,8 @@ def say_other_prompts(night: Night) -> None:
 def warn_of_shared_words(settings: Settings) -> None:
     """Warn if words of one user can get into another user's text."""
     decoding = settings.decoding
-    is_lossless = decoding.verifier == "greedy" or decoding.verifier_samples or decoding.max_draft_tokens == 0
-    if "pool" in decoding.drafters and not is_lossless and settings.pools.min_support == 1:
+    is_relaxed = decoding.is_relaxed and decoding.max_draft_tokens != 0
+    if "pool" in decoding.drafters and is_relaxed and settings.pools.min_support == 1:
         say(
             f"users' texts are drafted from other users' texts and verified by the rule {decoding.verifier}, so words "
             "of one user can end up in another user's text. pools.min_support: 5 drafts only what five entities' texts "

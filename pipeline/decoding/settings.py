@@ -228,6 +228,11 @@ class DecodingSettings(Strict):
         """Whether the verifier draws samples, for which drafts must stay as they were drawn."""
         return self.verifier not in RULES and verifier_plugin(self.verifier).samples
 
+    @property
+    def is_relaxed(self) -> bool:
+        """Whether the verifier accepts tokens that the model without drafts would neither write nor sample."""
+        return self.verifier != "greedy" and not self.verifier_samples
+
     def options_of(self, drafter: str) -> Any:
         """The options of a drafter that another package provides."""
         return self.drafter_options.get(drafter) or drafter_plugin(drafter).Options()
@@ -266,7 +271,7 @@ class DecodingSettings(Strict):
             verifier_plugin(self.verifier).check(self)
         if self.verifier_samples and not self.temperature:
             raise ValueError(f"verifier {self.verifier} samples: set a temperature above 0, or `verifier: greedy`")
-        if self.temperature and self.verifier != "greedy" and not self.verifier_samples:
+        if self.temperature and self.is_relaxed:
             raise ValueError(
                 f"temperature {self.temperature:g} samples, and verifier {self.verifier} would distort samples: set "
                 "`verifier: greedy`, which accepts drafted samples, or `temperature: 0`"

@@ -121,10 +121,10 @@ class ShardWorker:
         so. If many texts reach the limit, the limit is too low for them, and they are kept.
         """
         decoding, usual, run_on = self.spec.decoding, self._usual_tokens[side], []
-        verifier, is_relaxed = decoding.verifier, decoding.verifier != "greedy" and not decoding.verifier_samples
+        verifier = decoding.verifier
         for outcome in self._generate(side, rows, budget, decoding):
             if (
-                is_relaxed
+                decoding.is_relaxed
                 and usual is not None
                 and isinstance(outcome, GenerationResult)
                 and outcome.finish_reason in ("length", UNCLOSED_THOUGHTS)
