@@ -1,5 +1,7 @@
 """Memory that runs out and long prompts: no text changes or is lost, and none waits longer than necessary."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -21,7 +23,15 @@ from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed
 MODEL = tiny_model()
 PROMPTS = tiny_prompts(12)
 MAX_NEW = 24
-EXPECTED = plain_texts(MODEL, PROMPTS, MAX_NEW)
+
+
+@cache
+def expected() -> list[list[int]]:
+    return plain_texts(MODEL, PROMPTS, MAX_NEW)
+
+
+def oracle() -> OracleDrafter:
+    return OracleDrafter(expected())
 
 
 def texts_of(results) -> dict[int, list[int]]:
@@ -62,10 +72,10 @@ def feeds_of(engine) -> list[list[tuple[int, int]]]:
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "drafter"),
-    [(76, None), (76, OracleDrafter(EXPECTED)), (76, NonsenseDrafter()), (110, NonsenseDrafter())],
+    ("max_tokens", "drafter_of"),
+    [(76, lambda: None), (76, oracle), (76, NonsenseDrafter), (110, NonsenseDrafter)],
 )
-def test_preempted_texts_are_unchanged(max_tokens, drafter, caplog):
+def test_preempted_texts_are_unchanged(max_tokens, drafter_of, caplog):
     rng = np.random.default_rng(max_tokens)
     seen = []
     for batch_size in (2, 12):
@@ -74,7 +84,7 @@ def test_preempted_texts_are_unchanged(max_tokens, drafter, caplog):
         seen.append(preemptions(engine))
         requests = requests_for(PROMPTS, MAX_NEW)
         rng.shuffle(requests)  # any order of admission
-        assert texts_of(engine.generate(requests, drafter, Greedy())) == dict(enumerate(EXPECTED))
+        assert texts_of(engine.generate(requests, drafter_of(), Greedy())) == dict(enumerate(expected()))
         assert engine.cache.num_live_rows == engine.cache.num_committed_slots == 0
         assert engine.cache.capacity <= max_tokens
     assert any(seen) and "are written at once" in caplog.text
@@ -142,8 +152,8 @@ def test_a_forward_that_runs_out_of_memory_is_done_by_fewer(caplog):
 
     engine = tiny_engine(MODEL, batch_size=8, max_prefill_tokens=12, max_draft_tokens=4)
     engine.runner.model.get_input_embeddings().register_forward_pre_hook(refuse_many)
-    texts = texts_of(engine.generate(requests_for(PROMPTS, MAX_NEW), OracleDrafter(EXPECTED), Greedy()))
-    assert texts == dict(enumerate(EXPECTED))
+    texts = texts_of(engine.generate(requests_for(PROMPTS, MAX_NEW), oracle(), Greedy()))
+    assert texts == dict(enumerate(expected()))
     assert caplog.text.count("are written at once") == 1
 
 
@@ -159,8 +169,8 @@ def test_preempted_texts_give_memory_back_to_the_forwards_of_the_others(monkeypa
             raise torch.OutOfMemoryError("CUDA out of memory, say")
 
     engine.runner.model.get_input_embeddings().register_forward_pre_hook(need_memory)
-    texts = texts_of(engine.generate(requests_for(PROMPTS, MAX_NEW), OracleDrafter(EXPECTED), Greedy()))
-    assert texts == dict(enumerate(EXPECTED))
+    texts = texts_of(engine.generate(requests_for(PROMPTS, MAX_NEW), oracle(), Greedy()))
+    assert texts == dict(enumerate(expected()))
     failed = [at for at, held in enumerate(held_tokens) if held > 185]
     assert failed and all(held_tokens[at + 1] <= 185 for at in failed)
     assert engine.cache.max_tokens <= 180
@@ -186,7 +196,7 @@ def test_memory_that_cannot_be_had_lowers_concurrency(monkeypatch, caplog):
     engine = optimist(tiny_engine(MODEL, batch_size=8, max_prefill_tokens=16, max_draft_tokens=0))
     monkeypatch.setattr("laserbatch.pipeline.decoding.kv_cache.GROWTH_STEP", 16)
     failed = refuse_large_tensors(monkeypatch, 8_000)
-    assert texts_of(engine.generate(requests_for(PROMPTS, MAX_NEW))) == dict(enumerate(EXPECTED))
+    assert texts_of(engine.generate(requests_for(PROMPTS, MAX_NEW))) == dict(enumerate(expected()))
     assert failed and engine.cache.max_tokens <= 4 * 256
     assert "there is no memory for a KV cache" in caplog.text
 
@@ -215,7 +225,7 @@ def test_a_text_for_which_memory_cannot_be_had_fails_alone(monkeypatch):
     results = list(engine.generate([*requests_for(PROMPTS[:2], MAX_NEW), long, *requests_for(PROMPTS, MAX_NEW)[2:4]]))
     failed = [r for r in results if isinstance(r, GenerationFailure)]
     assert [r.request_id for r in failed] == ["99"] and failed[0].reason.startswith("too-long")
-    assert texts_of(r for r in results if r not in failed) == dict(enumerate(EXPECTED[:4]))
+    assert texts_of(r for r in results if r not in failed) == dict(enumerate(expected()[:4]))
 
 
 def test_admission_goes_by_the_length_of_earlier_texts():

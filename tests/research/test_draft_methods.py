@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -30,7 +31,11 @@ from laserbatch.retrieval_pools.sources import SOURCE_LOOKAHEAD, SOURCE_MODEL, S
 
 SAMPLE_MODEL = PACKAGE_ROOT / "models" / "sample"
 MODEL, PROMPTS, MAX_NEW = tiny_model(), tiny_prompts(6), 16
-PLAIN = plain_texts(MODEL, PROMPTS, MAX_NEW)
+
+
+@cache
+def plain() -> list[list[int]]:
+    return plain_texts(MODEL, PROMPTS, MAX_NEW)
 
 
 def like(model, noise: float, seed: int = 1):
@@ -72,7 +77,7 @@ def test_greedy_texts_are_plain_ones_whatever_drafts(name):
     for batch_size in (1, 5):
         engine = tiny_engine(MODEL, batch_size=batch_size, verifier="greedy", max_draft_tokens=32)
         results = {r.request_id: r for r in engine.generate(requests_for(PROMPTS, MAX_NEW), METHODS[name]())}
-        assert [results[str(i)].token_ids.tolist() for i in range(len(PROMPTS))] == PLAIN
+        assert [results[str(i)].token_ids.tolist() for i in range(len(PROMPTS))] == plain()
         drafted.add(tuple(results[str(i)].num_accepted for i in range(len(PROMPTS))))
     assert len(drafted) == 1  # and drafts do not depend on the batch
     assert sum(drafted.pop()) > 0
@@ -121,7 +126,7 @@ def test_sampled_texts_depend_on_their_seed_alone(name, drafters):
 
 
 def previous_texts() -> list[np.ndarray]:
-    return [np.array(text, np.int32) for text in PLAIN]
+    return [np.array(text, np.int32) for text in plain()]
 
 
 def test_a_drafter_that_is_the_target_is_always_right():
@@ -146,7 +151,7 @@ def test_steps_without_memory_for_a_draft_model_are_taken_without_drafts(monkeyp
     engine = tiny_engine(MODEL, batch_size=4)
     outcomes = engine.generate(requests_for(PROMPTS, MAX_NEW), METHODS["chain"](), Greedy())
     results = {result.request_id: result for result in outcomes}
-    assert [results[str(number)].token_ids.tolist() for number in range(len(PROMPTS))] == PLAIN
+    assert [results[str(number)].token_ids.tolist() for number in range(len(PROMPTS))] == plain()
     assert sum(result.num_accepted for result in results.values()) > 0
     assert caplog.text.count("steps for which a drafter lacks memory run without drafts") == 1
 

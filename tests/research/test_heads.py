@@ -28,7 +28,6 @@ from laserbatch.research.drafters.trained import (
 )
 
 MODEL, PROMPTS, MAX_NEW = tiny_model(), tiny_prompts(7), 14
-PLAIN = plain_texts(MODEL, PROMPTS, MAX_NEW)
 HIDDEN = MODEL.config.hidden_size
 
 
@@ -76,7 +75,7 @@ def test_greedy_texts_are_plain_ones(kind, tmp_path):
         engine, drafter = engine_of(folder, *others, batch_size=batch_size, **options)
         engine.max_prefill_tokens = 16
         results = {r.request_id: r for r in engine.generate(requests_for(PROMPTS, MAX_NEW), drafter)}
-        assert [results[str(i)].token_ids.tolist() for i in range(len(PROMPTS))] == PLAIN
+        assert [results[str(i)].token_ids.tolist() for i in range(len(PROMPTS))] == plain_texts(MODEL, PROMPTS, MAX_NEW)
         assert sum(r.num_drafted for r in results.values()) > 100
 
 
