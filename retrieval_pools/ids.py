@@ -26,13 +26,13 @@ class IdCodes:
     """Distinct ids, strings (also of type `large_string`) or int64, with codes from 0 in the order of their addition.
 
     An id takes 22 to 32 bytes besides its own: a slot, and a record with its length, its code and its bytes in words of
-    8 bytes. So a lookup in a table that fits into no cache waits for two places in memory.
+    8 bytes. So a lookup in a table that fits into no cache waits for two places in memory. Errors use `name`.
     """
 
-    def __init__(self, kind: pa.DataType) -> None:
+    def __init__(self, kind: pa.DataType, name: str = "a column") -> None:
         if kind not in (pa.string(), pa.int64()):
             raise TypeError(f"ids are strings or int64, not {kind}")
-        self.kind, self._num, self._num_bytes, self._num_words = kind, 0, 0, 0
+        self.kind, self._name, self._num, self._num_bytes, self._num_words = kind, name, 0, 0, 0
         # A slot has an id's hash in its upper half, and the place of its record + 1 in the lower one.
         self._slots = np.zeros(MIN_SLOTS, np.uint64)
         self._records = np.empty(MIN_SLOTS, np.uint64)
@@ -75,7 +75,8 @@ class IdCodes:
         num_ids, num_bytes = self._num + num_ids, self._num_bytes + num_bytes
         if num_bytes > MAX_BYTES:
             raise LaserbatchError(
-                f"the distinct ids of a column have more than {MAX_BYTES:,} bytes; write shorter ids, such as numbers"
+                f"the distinct values of {self._name} have more than {MAX_BYTES:,} bytes; write shorter ones, for ids "
+                "such as numbers"
             )
         if 4 * num_ids > 3 * len(self._slots):
             slots = np.zeros(1 << (4 * num_ids // 3).bit_length(), np.uint64)

@@ -79,5 +79,5 @@ def test_more_bytes_of_ids_than_offsets_reach_are_refused(monkeypatch):
     monkeypatch.setattr(codes, "MAX_BYTES", 10)
     ids = IdCodes(pa.string())
     ids.add(pa.array(["12345"]))
-    with pytest.raises(LaserbatchError, match="more than 10 bytes; write shorter ids"):
+    with pytest.raises(LaserbatchError, match="values of a column have more than 10 bytes; write shorter ones"):
         ids.add(pa.array(["123456"]))
