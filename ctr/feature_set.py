@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from laserbatch.ctr.errors import CtrError
+from laserbatch.ctr.fields import plain
 from laserbatch.pipeline.encoding.schema import LEVELS, check_feature_schema, run_date
 
 Side = Literal["user", "item"]
@@ -86,12 +87,13 @@ def align(features: pa.Table, side: str, entity_ids: pa.Array) -> SideVectors:
 
     Raises CtrError if ids have another type or occur twice, or a vector has a value that is not finite.
     """
-    ids = features[f"{side}_id"].combine_chunks()
-    if ids.type != entity_ids.type:
+    ids = features[f"{side}_id"]
+    if plain(ids.type) != plain(entity_ids.type):
         raise CtrError(
             f"{side} features have ids of type {ids.type}, but the {side}s table has ids of type {entity_ids.type}; "
             "write them as they were when the run read them, or run its night again"
         )
+    ids = ids.cast(entity_ids.type).combine_chunks()
     if pc.count_distinct(ids).as_py() != len(ids):
         twice = pc.value_counts(ids)
         twice = twice.filter(pc.greater(pc.struct_field(twice, "counts"), 1))[0]["values"].as_py()

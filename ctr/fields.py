@@ -54,7 +54,7 @@ class Encoder:
         num_codes = NUM_RESERVED + len(self.vocabulary)
         column = column.cast(pa.string()) if pt.is_boolean(column.type) else column
         expected = pa.list_(self.vocabulary.type) if self.kind == "bag" else self.vocabulary.type
-        if _plain(column.type) != expected:
+        if plain(column.type) != plain(expected):
             raise CtrError(f"column {self.name} is of type {column.type}; the model was trained with {expected}")
         if self.kind == "bag":
             return Field(self.name, _bag_codes(column, self.vocabulary), num_codes)
@@ -85,10 +85,10 @@ def fit_encoders(table: pa.Table, id_column: str, num_seen: np.ndarray, min_seen
     return encoders
 
 
-def _plain(kind: pa.DataType) -> pa.DataType:
-    """The type of a vocabulary's values, or of lists of them: tables have large strings where text exceeds 2 GiB."""
+def plain(kind: pa.DataType) -> pa.DataType:
+    """The type of values, or of lists of them, whatever their size: text of more than 2 GiB is of large strings."""
     if pt.is_list(kind):
-        return pa.list_(_plain(kind.value_type))
+        return pa.list_(plain(kind.value_type))
     return pa.string() if pt.is_large_string(kind) else kind
 
 
@@ -102,7 +102,7 @@ def _fit(name: str, trained: pa.Array) -> Encoder | None:
         values = values[np.isfinite(values)]
         edges = np.unique(np.quantile(values, np.arange(1, NUM_BINS) / NUM_BINS)) if len(values) else np.zeros(0)
         return Encoder(name, "bins", edges=tuple(edges.tolist()))
-    kind = _plain(trained.type)
+    kind = plain(trained.type)
     if kind == pa.list_(pa.string()):
         return Encoder(name, "bag", _vocabulary(trained.flatten()))
     if not (pt.is_boolean(kind) or pt.is_string(kind)):
@@ -117,7 +117,7 @@ def _fit(name: str, trained: pa.Array) -> Encoder | None:
 def _vocabulary(values: pa.Array) -> pa.Array:
     """The distinct values, sorted, so that they do not depend on row order."""
     distinct = pc.unique(values.drop_null())
-    distinct = distinct.cast(_plain(distinct.type))
+    distinct = distinct.cast(plain(distinct.type))
     return distinct.take(pc.sort_indices(distinct))
 
 

@@ -16,6 +16,7 @@ import pyarrow.dataset as ds
 
 from laserbatch.ctr.errors import CtrError, NothingToJudge
 from laserbatch.ctr.feature_set import SIDES
+from laserbatch.ctr.fields import plain
 from laserbatch.ctr.labels import LabelRule, sample_negatives
 from laserbatch.ctr.settings import CtrSettings
 
@@ -142,7 +143,7 @@ def numbers_of(ids: pa.Array, table_ids: pa.Array, side: str, table: str) -> np.
 
 def _rows_of(ids: pa.Array, table_ids: pa.Array, side: str, table: str) -> np.ndarray:
     """The row of each id in the entity table, int32 (n,), -1 if unknown. Raises CtrError on ids of another type."""
-    if ids.type != table_ids.type:
+    if plain(ids.type) != plain(table_ids.type):
         raise CtrError(
             f"{table}, column {side}_id: found ids of type {ids.type}, expected {table_ids.type}, as in the table of "
             f"{side}s; write both in one type (`laserbatch data import` does with `ids: {{{side}_id: string}}`)"

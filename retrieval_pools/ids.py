@@ -12,12 +12,11 @@ from llvmlite import ir
 from numba import njit, types
 
 from laserbatch.retrieval_pools.compiled import cached, fetch, intrinsic
-from laserbatch.retrieval_pools.errors import LaserbatchError
 
 ROWS_AT_ONCE = 1 << 20
 FEWER = 4  # the table holds the values, not the known ids, if there are at most 1 / FEWER as many values
 MIN_SLOTS = 1024
-MAX_BYTES = 2**31 - 1  # limit of the bytes of all distinct ids: offsets of Arrow's `string` are int32
+MAX_BYTES = 2**31 - 1  # of an array of Arrow's `string`, whose offsets are int32
 _AHEAD = 32  # rows whose slots are prefetched together
 _HALF, _LOW, _FIRST, _SECOND = (np.uint64(n) for n in (32, 0xFFFFFFFF, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53))
 
@@ -26,13 +25,14 @@ class IdCodes:
     """Distinct ids, strings (also of type `large_string`) or int64, with codes from 0 in the order of their addition.
 
     An id takes 22 to 32 bytes besides its own: a slot, and a record with its length, its code and its bytes in words of
-    8 bytes. So a lookup in a table that fits into no cache waits for two places in memory. Errors use `name`.
+    8 bytes. So a lookup in a table that fits into no cache waits for two places in memory.
     """
 
-    def __init__(self, kind: pa.DataType, name: str = "a column") -> None:
+    def __init__(self, kind: pa.DataType) -> None:
+        kind = _kind(kind)
         if kind not in (pa.string(), pa.int64()):
             raise TypeError(f"ids are strings or int64, not {kind}")
-        self.kind, self._name, self._num, self._num_bytes, self._num_words = kind, name, 0, 0, 0
+        self.kind, self._num, self._num_bytes, self._num_words = kind, 0, 0, 0
         # A slot has an id's hash in its upper half, and the place of its record + 1 in the lower one.
         self._slots = np.zeros(MIN_SLOTS, np.uint64)
         self._records = np.empty(MIN_SLOTS, np.uint64)
@@ -49,12 +49,13 @@ class IdCodes:
         return self._codes(ids, adds=False)
 
     def values(self) -> pa.Array:
-        """The distinct ids in the order of their codes."""
-        starts, data = np.empty(self._num + 1, np.int32), np.empty(self._num_bytes, np.uint8)
+        """The distinct ids in the order of their codes; more than 2 GiB of text are of type `large_string`."""
+        starts, data = np.empty(self._num + 1, np.int64), np.empty(self._num_bytes, np.uint8)
         _unpack(self._records, starts, data)
         if pt.is_int64(self.kind):
             return pa.array(data.view(np.int64))
-        return pa.Array.from_buffers(self.kind, self._num, [None, pa.py_buffer(starts), pa.py_buffer(data)])
+        ids = pa.Array.from_buffers(pa.large_string(), self._num, [None, pa.py_buffer(starts), pa.py_buffer(data)])
+        return ids if self._num_bytes > MAX_BYTES else ids.cast(self.kind)
 
     def _codes(self, ids: pa.Array, adds: bool) -> np.ndarray:
         if ids.null_count:
@@ -72,12 +73,7 @@ class IdCodes:
     def _reserve(self, num_ids: int, num_bytes: int) -> None:
         """Make room for `num_ids` further ids that have `num_bytes` bytes."""
         num_words = self._num_words + 2 * num_ids + num_bytes // 8
-        num_ids, num_bytes = self._num + num_ids, self._num_bytes + num_bytes
-        if num_bytes > MAX_BYTES:
-            raise LaserbatchError(
-                f"the distinct values of {self._name} have more than {MAX_BYTES:,} bytes; write shorter ones, for ids "
-                "such as numbers"
-            )
+        num_ids += self._num
         if 4 * num_ids > 3 * len(self._slots):
             slots = np.zeros(1 << (4 * num_ids // 3).bit_length(), np.uint64)
             _move(self._slots, slots)
@@ -126,17 +122,17 @@ def _joined(codes: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def _bytes_of(ids: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """The start of each id, int32[n + 1], and the bytes of all ids, uint8; read-only, so that numba sees one type."""
+    """The start of each id, int64[n + 1], and the bytes of all ids, uint8; read-only, so that numba sees one type."""
     _, *buffers = ids.buffers()
     data = np.empty(0, np.uint8) if buffers[-1] is None else np.frombuffer(buffers[-1], np.uint8)
     if pt.is_int64(ids.type):
-        starts, data = np.arange(len(ids) + 1, dtype=np.int32) * np.int32(8), data[ids.offset * 8 :]
+        starts, data = np.arange(len(ids) + 1) * 8, data[ids.offset * 8 :]
     elif len(ids):
         offsets = np.frombuffer(buffers[0], np.int64 if pt.is_large_string(ids.type) else np.int32)
         offsets = offsets[ids.offset : ids.offset + len(ids) + 1]
-        starts, data = (offsets - offsets[0]).astype(np.int32), data[offsets[0] : offsets[-1]]
+        starts, data = offsets.astype(np.int64) - offsets[0], data[offsets[0] : offsets[-1]]
     else:
-        starts = np.zeros(1, np.int32)
+        starts = np.zeros(1, np.int64)
     starts.flags.writeable = data.flags.writeable = False
     return starts, data
 

@@ -42,7 +42,8 @@ def unfounded(names: Collection[str], places: Iterable[pa.Array]) -> set[str]:
     for values in places:
         if not left:
             break
-        spaced = pc.binary_join_element_wise("", _plain(values), "", " ")
+        nothing, space = (pa.scalar(text, values.type) for text in ("", " "))
+        spaced = pc.binary_join_element_wise(nothing, _plain(values), nothing, space)
         while left:
             hits = spaced.filter(pc.match_substring_regex(spaced, " (" + "|".join(sorted(left)) + ") "))
             text = "".join(hits[:HITS_AT_ONCE].drop_null().to_pylist())

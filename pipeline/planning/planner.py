@@ -35,6 +35,7 @@ from laserbatch.pipeline.storage.mapped import mapped_column
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, count_reasons
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.tables.read import Tables
+from laserbatch.pipeline.tables.schema import id_type
 from laserbatch.retrieval_pools.index.manifest import tokenizer_hash
 from laserbatch.retrieval_pools.routing.router import Router, Routes
 
@@ -245,7 +246,8 @@ def write_side_plan(
     side, rows, postponed, waiting = questions.side, decision.rows, decision.postponed, decision.waiting
     ids = questions.entities[f"{side}_id"]
     write_postponed(folder, side, postponed)
-    carry_over = CarryOver(folder, side, previous, ids.type, np.sort(decision.carried), waiting, decision.quarantined)
+    carried, kind = np.sort(decision.carried), id_type(ids.type)
+    carry_over = CarryOver(folder, side, previous, kind, carried, waiting, decision.quarantined)
     routes = sharding.routes or Routes.nowhere(len(ids))
     groups = routes.groups.take(pa.array(rows)).cast(pa.string())
     has_ids = have_same_tokens(previous.fingerprints(decision.records).cast(pa.string()), questions.shared)

@@ -86,8 +86,7 @@ def _check_entities(path: Path, table: str, findings: Findings, max_failed_share
     id_column = ID_COLUMNS[table]
     parts = list(_open_parts(path, table, findings))
     kinds = [id_type(part.usable[id_column]) for part in parts if id_column in part.usable]
-    is_one_kind = len(kinds) == len(parts) and len(set(kinds)) == 1
-    ids_there = IdCodes(kinds[0], f"{table}.{id_column}") if is_one_kind else None
+    ids_there = IdCodes(kinds[0]) if len(kinds) == len(parts) and len(set(kinds)) == 1 else None
     repeated: list[tuple[Finding, np.ndarray, int, pa.Array]] = []
     for part in parts:
         for first_row, batch in _checked_batches(part, findings):

@@ -31,7 +31,7 @@ class StoredLog:
     def __init__(self, kinds: Mapping[str, pa.DataType], max_rows: int, files: MappedFiles) -> None:
         self.num_rows, self._files, self._kinds = 0, files, kinds
         self._coded = {
-            name: _Coded(name, kind, max_rows, files) for name, kind in kinds.items()
+            name: _Coded(kind, max_rows, files) for name, kind in kinds.items()
             if name in ID_COLUMNS.values() or pt.is_string(kind) or pt.is_null(kind)
         }  # fmt: skip
         self._fixed = {
@@ -75,10 +75,9 @@ class StoredLog:
 class _Coded:
     """A column of ids or words: int32 codes, places in `dictionary`; null is -1, or after `sort` the next code."""
 
-    def __init__(self, name: str, kind: pa.DataType, max_rows: int, files: MappedFiles) -> None:
+    def __init__(self, kind: pa.DataType, max_rows: int, files: MappedFiles) -> None:
         self.codes = files.empty((max_rows,), np.dtype(np.int32))
-        self._ids = IdCodes(pa.string() if pt.is_null(kind) else kind, f"interactions.{name}")
-        self._has_null = False
+        self._ids, self._has_null = IdCodes(pa.string() if pt.is_null(kind) else kind), False
         self._sorted: pa.Array | None = None
 
     @property

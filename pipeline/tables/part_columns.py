@@ -11,15 +11,14 @@ import pyarrow.parquet as pq
 import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError
-from laserbatch.pipeline.tables.columns import ATTRIBUTE, CREATED, ID, IN_RANGE, TIME, role_of, schema_findings
+from laserbatch.pipeline.tables.columns import ATTRIBUTE, CREATED, IN_RANGE, TIME, role_of, schema_findings
 from laserbatch.pipeline.tables.fetched import shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding, Findings, unreadable
 from laserbatch.pipeline.tables.parts import BATCH_ROWS, TablePart
 from laserbatch.pipeline.tables.schema import CREATED_AT, table_parts, time_scalar, widened
 from laserbatch.pipeline.tables.times import in_unit, require_units
+from laserbatch.retrieval_pools.ids import MAX_BYTES
 from laserbatch.retrieval_pools.mapped import MappedFiles
-
-MAX_BYTES = 2**31 - 1  # of a column as Arrow's `string`, whose offsets are int32
 
 
 @dataclass(frozen=True)
@@ -117,25 +116,20 @@ def files_alike(table: str) -> Iterator[None]:
 def read_table(path: Path, name: str, cutoff: pa.Scalar | None, files: MappedFiles | None = None) -> pa.Table:
     """The users or items created before `cutoff` (None: all), in mapped `files` or in memory.
 
-    Attributes and titles of more than 2 GiB in all are large strings, or lists of them. Raises TableError if ids are.
+    Text of more than 2 GiB in a column is of large strings, or lists of them.
     """
     parts = [_cut(part, name, cutoff) for part in open_parts(path, name)]
     columns = {}
     for column in names_in(parts, lambda column: role_of(name, column) is not None):
-        values = pa.table({column: _in_one_chunk(read_column(parts, name, column), name, column)})
+        values = pa.table({column: _in_one_chunk(read_column(parts, name, column))})
         columns[column] = (values if files is None else files.table(values))[column]
         del values
         pa.default_memory_pool().release_unused()
     return pa.table(columns)
 
 
-def _in_one_chunk(values: pa.ChunkedArray, table: str, column: str) -> pa.Array:
+def _in_one_chunk(values: pa.ChunkedArray) -> pa.Array:
     if values.nbytes > MAX_BYTES:
-        if role_of(table, column) is ID:
-            raise TableError(
-                f"{table}.{column}: the ids have {values.nbytes:,} bytes with their offsets; expected at most "
-                f"{MAX_BYTES:,}; write shorter ids, such as numbers"
-            )
         values = values.cast(_large(values.type))
     return values.combine_chunks()
 

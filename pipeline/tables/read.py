@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tables:
-    """The three input tables in plain types: ids are string or int64, times timestamp[us, UTC]."""
+    """The three input tables in plain types: times are timestamp[us, UTC], ids int64 or string (large above 2 GiB)."""
 
     users: pa.Table  # in file order, like items
     items: pa.Table
@@ -88,8 +88,9 @@ class Tables:
             ids = self.interactions[f"{side}_id"]
             ids = only_chunk(ids if pt.is_dictionary(ids.type) else ids.dictionary_encode())
             known = self.entities(side)[f"{side}_id"]
-            if ids.dictionary.type != known.type and len(ids) and len(known):  # checks refuse such tables
-                found = f"ids of type {ids.dictionary.type}, but {side}s.{side}_id has type {known.type}"
+            kinds = id_type(ids.dictionary.type), id_type(known.type)
+            if kinds[0] != kinds[1] and len(ids) and len(known):  # checks refuse such tables
+                found = f"ids of type {kinds[0]}, but {side}s.{side}_id has type {kinds[1]}"
                 raise TableError(f"interactions.{side}_id has {found}; write both in one type")
             rows = rows_among(ids.dictionary, known).astype(np.int32)
             self._coded[side] = codes_of(ids), np.append(rows, np.int32(-1))
@@ -117,8 +118,9 @@ def read_tables(
     # The log may have entities that left the tables, or interactions before their entity's own created_at.
     is_known = {}
     for name, entities in (("user_id", users), ("item_id", items)) if cutoff is not None else ():
-        if log.dictionary(name).type == entities[name].type:  # otherwise not comparable, as checks report
-            is_known[name] = np.append(rows_among(log.dictionary(name), entities[name]) >= 0, False)
+        ids, known = log.dictionary(name), entities[name]
+        if id_type(ids.type) == id_type(known.type):  # otherwise not comparable, as checks report
+            is_known[name] = np.append(rows_among(ids, known) >= 0, False)
     num_left = num_copies = 0
     rows = log.rows()
     for block in in_order(rows, MappedFiles(scratch)):

@@ -28,7 +28,7 @@ def test_a_name_is_founded_where_it_stands_as_whole_words_in_any_value():
     table = pa.table(
         {
             "item_id": [1, 2, 3],
-            "title": ["The PIER!", None, "Élodie: a life"],
+            "title": pa.array(["The PIER!", None, "Élodie: a life"], pa.large_string()),
             "genres": [["Science-fiction", "Drama"], None, []],
             "maker": pa.array(["Tova Garrity", "Rhea Birch", "Tova Garrity"]).dictionary_encode(),
         }

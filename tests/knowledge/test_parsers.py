@@ -292,7 +292,7 @@ def test_what_ships_is_known_to_ask_in_english(name):
 
 @pytest.mark.parametrize("file", ["reki/knowledge", "goodreads/item_knowledge", "goodreads/user_knowledge"])
 def test_no_english_answer_of_a_real_model_is_taken_for_another_language(shared_data, file):
-    texts = pq.read_table(shared_data / f"{file}.parquet", columns=["text"])["text"].to_pylist()[::3]  # as many as are enough
+    texts = pq.read_table(shared_data / f"{file}.parquet", columns=["text"])["text"].to_pylist()[::3]
     nobody, refused = np.arange(60, dtype=np.int32), []
     for text in texts:
         try:

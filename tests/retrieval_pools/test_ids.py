@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laserbatch.retrieval_pools import ids as codes
-from laserbatch.retrieval_pools.errors import LaserbatchError
 from laserbatch.retrieval_pools.ids import IdCodes, rows_among
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -75,9 +74,10 @@ def test_ids_of_another_type_are_none_of_them():
     assert rows_among(pa.array(["1", "2"], pa.large_string()), pa.array(["2"])).tolist() == [-1, 0]
 
 
-def test_more_bytes_of_ids_than_offsets_reach_are_refused(monkeypatch):
+def test_more_bytes_of_ids_than_offsets_of_strings_reach_are_large_strings(monkeypatch):
     monkeypatch.setattr(codes, "MAX_BYTES", 10)
     ids = IdCodes(pa.string())
     ids.add(pa.array(["12345"]))
-    with pytest.raises(LaserbatchError, match="values of a column have more than 10 bytes; write shorter ones"):
-        ids.add(pa.array(["123456"]))
+    assert ids.values().type == pa.string()
+    assert ids.add(pa.array(["123456", "12345"])).tolist() == [1, 0]
+    assert ids.values() == pa.array(["12345", "123456"], pa.large_string())

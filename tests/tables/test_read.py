@@ -15,7 +15,7 @@ from sound_world import DAY_1, DAY_1_S, replaced, sound_world, write_world
 
 from laserbatch.ctr.fields import fit_encoders
 from laserbatch.ctr.log import read_log
-from laserbatch.pipeline.errors import LaserbatchError, TableError
+from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.sides import SIDES
@@ -26,6 +26,7 @@ from laserbatch.pipeline.tables.sampled import write_sample
 from laserbatch.pipeline.tables.schema import TIMESTAMP_TYPE, attribute_columns
 from laserbatch.pipeline.tables.streamed import open_tables
 from laserbatch.pipeline.tables.times import integer_times
+from laserbatch.retrieval_pools import ids
 
 text_ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 int_ids = st.integers(-(2**63), 2**63 - 1)
@@ -133,17 +134,11 @@ def test_text_of_more_than_two_gib_is_read_as_large_strings_and_shown_alike(tmp_
     narrow = of_night()
     monkeypatch.setattr(part_columns, "MAX_BYTES", max(world[f"{side}s"][f"{side}_id"].nbytes for side in SIDES))
     assert read_tables(tmp_path).items["path"].type == pa.list_(pa.large_string()) and of_night() == narrow
-    monkeypatch.setattr(part_columns, "MAX_BYTES", 4)
-    with pytest.raises(TableError, match=r"users\.user_id: the ids have .* expected at most 4; write shorter ids"):
-        read_tables(tmp_path)
-
-
-def test_ids_of_too_many_bytes_in_the_log_or_in_a_check_are_refused_with_their_column(tmp_path, monkeypatch):
-    write_world(tmp_path)
-    monkeypatch.setattr("laserbatch.retrieval_pools.ids.MAX_BYTES", 4)
-    for reads, column in ((read_tables, "interactions.user_id"), (check_tables, "users.user_id")):
-        with pytest.raises(LaserbatchError, match=rf"^the distinct values of {column} have more than 4 bytes; write"):
-            reads(tmp_path)
+    for module in (part_columns, ids):
+        monkeypatch.setattr(module, "MAX_BYTES", 1)
+    tables = read_tables(tmp_path, DAY_1)
+    assert tables.users["user_id"].type == tables.interactions["user_id"].type.value_type == pa.large_string()
+    assert of_night() == narrow
 
 
 def test_a_folder_of_files_is_one_table_in_name_order(tmp_path):
