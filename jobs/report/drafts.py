@@ -16,11 +16,20 @@ from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.figures import PoolBuilt, PoolFigures
 from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.stats import DecodingStats
+from laserbatch.retrieval_pools.calibration.calibrate import MIN_TEXTS
 
 SOURCE_COLOURS = {
     "pool": "#cc79a7", "previous": "#0072b2", "prompt": "#e69f00", "output": "#009e73", "aligned": "#56b4e9",
     "lookahead": "#f0e442", "model": "#d55e00", "head": "#a6761d", "form": "#7a8490",
 }  # fmt: skip
+_UNBUILT = (
+    "no pool was built, because the run has no text of its model's tokenizer. The next night drafts from no pool; "
+    "pools of another tokenizer cannot be used."
+)
+_UNCALIBRATED = (
+    f"the new pool is not calibrated, because too few texts could be replayed: a first pool needs {MIN_TEXTS} texts, a "
+    f"later one {MIN_TEXTS} that tonight wrote. Until then relative counts are used as probabilities of acceptance."
+)
 ROUTE_COLOURS = {
     "collaborative": "#0b4f8a",
     "attribute": "#7fb2de",
@@ -49,6 +58,10 @@ def drafts_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
         blocks.append(Note(f"{' and '.join(lacking)} had no pool to draft from."))
     if not built:
         blocks.append(Note("No pool was built from tonight's texts."))
+    elif unbuilt := [side.label for side in sides if side.name not in built]:
+        blocks.append(Note(f"{' and '.join(unbuilt)}: {_UNBUILT}"))
+    if uncalibrated := [side.label for side in sides if (pool := built.get(side.name)) and pool.is_calibrated is False]:
+        blocks.append(Note(f"{' and '.join(uncalibrated)}: {_UNCALIBRATED}"))
     rows = [
         _pool_row(name, use, pools[name])
         for name in SIDES

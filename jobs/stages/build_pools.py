@@ -289,6 +289,7 @@ def _build(night: Night, side: Side, version: str, run_texts: RunTexts, router: 
         incremental=previous is not None,
         num_texts_changed=pool.num_sorted or 0,
         build_s=time.perf_counter() - start_s,
+        is_calibrated=pool.manifest.calibration is not None,
     )
 
 

@@ -39,6 +39,7 @@ class PoolBuilt(PoolFigures):
     incremental: bool  # whether it was merged with an earlier version's pool
     num_texts_changed: int  # number of texts that had to be sorted
     build_s: float
+    is_calibrated: bool | None = None  # None in manifests of earlier versions
 
 
 @dataclass(frozen=True)

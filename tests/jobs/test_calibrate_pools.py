@@ -57,7 +57,7 @@ def test_a_first_night_replays_texts_held_back_and_its_pool_holds_all(after_firs
     pool = night.pools.open(night.run.run_id, "item")
     calibration = pool.manifest.calibration
     assert pool.manifest.num_texts == built.num_texts == num_texts
-    assert calibration.num_texts == num_texts // 5
+    assert calibration.num_texts == num_texts // 5 and built.is_calibrated
     assert np.array_equal(pool.curves, calibration.curves)
     assert not any(source.source == SOURCE_PREVIOUS for source in calibration.sources)
     assert calibration.budgets == pool.budgets

@@ -189,6 +189,15 @@ def test_first_night_without_pools_or_anything_to_compare_with(manifest):
     assert "nothing to compare with" in text
 
 
+def test_a_side_without_a_pool_and_a_pool_without_calibration_are_named(manifest):
+    assert "not calibrated" not in outline(manifest).text and "no pool was built" not in outline(manifest).text
+    del manifest["pools_built"]["item"]
+    manifest["pools_built"]["user"]["is_calibrated"] = False
+    text = outline(manifest).text
+    assert "Items: no pool was built, because the run has no text of its model's tokenizer." in text
+    assert "Users: the new pool is not calibrated, because too few texts could be replayed" in text
+
+
 def test_copies_of_interactions_that_were_left_out_are_counted(manifest):
     assert "exact copies" not in outline(manifest).text
     manifest["inputs"]["interactions"]["num_copies"] = 1200
