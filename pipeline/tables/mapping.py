@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.storage.parquet import write_parquet
@@ -20,7 +21,7 @@ from laserbatch.pipeline.tables.columns import blank, is_unnamed
 from laserbatch.pipeline.tables.conversion import FLOAT_ID, WHOLE_ID
 from laserbatch.pipeline.tables.database import query_record
 from laserbatch.pipeline.tables.layout import name_left_out, unnamed_files
-from laserbatch.pipeline.tables.schema import CREATED_AT, ID_COLUMNS, widened
+from laserbatch.pipeline.tables.schema import CREATED_AT, ID_COLUMNS, plain_column, widened
 from laserbatch.pipeline.tables.settings import (
     EntityMapping,
     ImportMapping,
@@ -305,7 +306,8 @@ def _alike(rows: pa.RecordBatch, file: Path, first: pa.Schema, first_file: Path,
         try:
             values = widened(rows[column], first.field(column).type)
             cast = values.cast(first.field(column).type)
-            if cast.type == pa.float32() and values.type == pa.float64() and widened(cast, values.type) != values:
+            are_floats = pt.is_floating(cast.type) and pt.is_floating(values.type)
+            if are_floats and plain_column(widened(cast, values.type)) != plain_column(values):
                 raise pa.ArrowInvalid("not exact")
             rows = rows.set_column(rows.schema.get_field_index(column), column, values)
         except (KeyError, pa.ArrowInvalid, pa.ArrowNotImplementedError):

@@ -163,8 +163,20 @@ def plain_column(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Arr
 
 
 def widened(column: pa.ChunkedArray | pa.Array, kind: pa.DataType) -> pa.ChunkedArray | pa.Array:
-    """The column; float32 as float64 if that is `kind`, by its shortest decimals: 11.36, not 11.359999656677246."""
-    return column.cast(pa.string()).cast(kind) if (column.type, kind) == (pa.float32(), pa.float64()) else column
+    """The column; if `kind` is a wider float, by the shortest decimals: 11.36, not 11.359999656677246 or 11.359375.
+
+    Whole numbers stay as they are: a float16 may be 10008, whose shortest decimals are 10010.
+    """
+    if column.type not in (pa.float16(), pa.float32()) or kind not in (pa.float32(), pa.float64()):
+        return column
+    exact = column.cast(kind)
+    if column.type == pa.float16():  # Arrow would write all of its decimals
+        column = pa.array(
+            column.to_numpy(zero_copy_only=False).astype(str).astype(object),
+            mask=column.is_null().to_numpy(zero_copy_only=False),
+        )
+    is_whole = pc.and_(pc.equal(pc.round(exact), exact), pc.less(pc.abs(exact), 2.0**53))
+    return pc.if_else(is_whole, exact, column.cast(pa.string()).cast(kind))
 
 
 def plain_ids(column: pa.ChunkedArray) -> pa.ChunkedArray:

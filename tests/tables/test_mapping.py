@@ -2,6 +2,7 @@
 
 import csv
 import datetime
+import math
 import re
 import uuid
 from contextlib import nullcontext
@@ -429,7 +430,11 @@ def test_float32_beside_float64_is_imported_as_the_number_that_was_written(tmp_p
     tables = read_tables(tmp_path / "out")
     assert tables.items["price"].to_pylist() == [11.36, 11.36] and tables.interactions["rating"].to_pylist() == [4.1]
     items["files"] = "i[12].parquet"
-    for price, refused in ((11.36, None), (12345678.91, "column 'price' is double in .*i2.parquet, float in .*i1")):
+    for price, refused in (
+        (11.36, None),
+        (math.nan, None),
+        (12345678.91, "column 'price' is double in .*i2.parquet, float in .*i1"),
+    ):
         pq.write_table(pa.table({"item_id": [2], "title": ["A"], "price": [price]}), tmp_path / "i2.parquet")
         with pytest.raises(TableError, match=refused) if refused else nullcontext():
             import_mapped(ImportMapping.model_validate({"items": items, "interactions": log}), tmp_path, tmp_path / "o")

@@ -23,7 +23,7 @@ from laserbatch.pipeline.tables import part_columns
 from laserbatch.pipeline.tables.check import check_tables, require_sound
 from laserbatch.pipeline.tables.read import describe, find_exact_copies, read_tables
 from laserbatch.pipeline.tables.sampled import write_sample
-from laserbatch.pipeline.tables.schema import TIMESTAMP_TYPE, attribute_columns
+from laserbatch.pipeline.tables.schema import TIMESTAMP_TYPE, attribute_columns, widened
 from laserbatch.pipeline.tables.streamed import open_tables
 from laserbatch.pipeline.tables.times import integer_times
 from laserbatch.retrieval_pools import ids
@@ -153,17 +153,19 @@ def test_a_folder_of_files_is_one_table_in_name_order(tmp_path):
     assert users["mood"].to_pylist() == [1, 2, None]
 
 
-def test_float32_beside_float64_is_the_number_that_was_written(tmp_path):
+def test_narrow_floats_beside_float64_are_the_numbers_that_were_written(tmp_path):
     path = write_world(tmp_path, items=None, interactions=None)
-    for number, kind in enumerate((pa.float64(), pa.float32())):
+    for number, kind in enumerate((pa.float64(), pa.float32(), pa.float16())):
         items = {"item_id": [f"i{number}"], "title": ["A"], "price": pa.array([11.36], kind)}
         log = {"user_id": ["u1"], "item_id": [f"i{number}"], "timestamp": [DAY_1], "rating": pa.array([4.1], kind)}
         for name, columns in {"items": items, "interactions": log}.items():
             (path / name).mkdir(exist_ok=True)
             pq.write_table(pa.table(columns), path / name / f"{number}.parquet")
     tables = read_tables(path)
-    assert tables.items["price"].to_pylist() == [11.36, 11.36]
-    assert tables.interactions["rating"].to_pylist() == [4.1, 4.1]
+    assert tables.items["price"].to_pylist() == [11.36] * 3
+    for whole, kind in ((10008.0, pa.float16()), (123456792.0, pa.float32())):
+        assert widened(pa.array([whole], kind), pa.float64()).to_pylist() == [whole]
+    assert tables.interactions["rating"].to_pylist() == [4.1] * 3
 
 
 def test_interactions_of_entities_that_are_not_yet_there_are_left_out(tmp_path):
