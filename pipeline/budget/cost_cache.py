@@ -20,7 +20,7 @@ from laserbatch.retrieval_pools.step_cost import StepCost
 
 logger = logging.getLogger(__name__)
 
-VERSION = 17  # of the way in which steps are measured
+VERSION = 18  # of the way in which steps are measured
 MAX_AGE_DAYS = 30  # drivers, kernels and neighbours change
 
 

@@ -107,11 +107,12 @@ def _prompt_tokens(engine: Engine, num_tokens: int) -> int:
 def _context_seconds(engine: Engine, num_texts: int, drafts: "_Drafts") -> float:
     """Seconds that each token of each text's context adds to a step: from steps after short and long prompts.
 
-    No prompt is computed: the cache holds arbitrary values for them, which take as long to read.
+    No prompt is computed: the cache holds arbitrary values for them, which take as long to read. Steps of both lengths
+    have as many texts: those that the cache holds with long prompts, which come first. 0.0 if they have not.
     """
     lengths = [_prompt_tokens(engine, number) for number in (PROMPT_TOKENS, LONG_CONTEXT_TOKENS)]
-    seconds = []  # a text's share of a step, for each length
-    for length in sorted(set(lengths)):
+    seconds, batch_sizes = [], set()  # a text's share of a step, for each length
+    for length in sorted(set(lengths), reverse=True):
         engine.cache.grow_to((num_texts + 1) * length)  # otherwise each prompt takes the place of the one before
         prompts = [random_tokens(engine, length, seed) for seed in range(num_texts)]
         prompts = prompts[: sum(_is_held(engine.cache, prompt) for prompt in prompts)]
@@ -122,10 +123,13 @@ def _context_seconds(engine: Engine, num_texts: int, drafts: "_Drafts") -> float
             steps.start()
             taken = (steps.take(drafts) for _ in range(NUM_CONTEXT_STEPS))
             seconds += [min(whole) / steps.batch_size] if (whole := list(filter(None, taken))) else []
+            num_texts = steps.batch_size
+            batch_sizes.add(num_texts)
         finally:
             steps.stream.scheduler.close()
             engine.reset_prefix_cache()
-    return max(0.0, seconds[1] - seconds[0]) / (lengths[1] - lengths[0]) if len(seconds) == 2 else 0.0
+    is_alike = len(seconds) == 2 and len(batch_sizes) == 1
+    return max(0.0, seconds[0] - seconds[1]) / (lengths[1] - lengths[0]) if is_alike else 0.0
 
 
 def _is_held(cache: KVCache, prompt: np.ndarray) -> bool:

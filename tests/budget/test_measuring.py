@@ -174,7 +174,9 @@ def test_a_busy_machine_does_not_make_drafts_look_dear(monkeypatch):
     assert step_cost.seconds(4, num_tokens).tolist() == pytest.approx((1 + num_tokens / 1000).tolist())
 
 
-def test_what_context_adds_to_a_step_is_measured_and_taken_off_longer_ones(monkeypatch):
+@pytest.fixture
+def context_costs(monkeypatch):
+    """A clock by which each token of context costs 1/500 s a step, and each draft token 1/4000 s for each of them."""
     computed_s = [0.0]
     submit_step = Engine.submit_step
 
@@ -188,6 +190,14 @@ def test_what_context_adds_to_a_step_is_measured_and_taken_off_longer_ones(monke
     monkeypatch.setattr(Engine, "submit_step", submitted)
     monkeypatch.setattr(measuring, "PROMPT_TOKENS", 16)
     monkeypatch.setattr(measuring.time, "thread_time", lambda: computed_s[0])
+
+
+def test_context_is_timed_in_steps_of_as_many_texts_if_the_cache_holds_fewer_long_prompts(context_costs):
+    engine = tiny_engine(MODEL, batch_size=4, max_cache_tokens=448)
+    assert measuring._context_seconds(engine, 4, measuring._ROUND[0]) == pytest.approx(1 / 500, rel=0.1)
+
+
+def test_what_context_adds_to_a_step_is_measured_and_taken_off_longer_ones(context_costs):
     cost = measure_step_cost(tiny_engine(MODEL, batch_size=4), None, (), [4])
     assert cost.context_tokens == 16 and cost.seconds_per_context_token == pytest.approx(1 / 500)
     assert cost.seconds_per_draft_context_token == pytest.approx(1 / 4000)
