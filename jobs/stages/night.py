@@ -194,8 +194,10 @@ def new_night(
         manifest.origin.prompts[side] = PromptRef(template.framework, template.identity)
     night = Night(settings, workspace, date, run, manifest)
     chosen = None if base_run is None else base_run.run_id
-    not_used = {run.run_id for run in workspace.runs() if run.is_held} | workspace.publication.not_built_on()
-    pools = current_pools(night.pools, settings.pools.min_support, date, chosen, not_used, night.tokenizer_hash)
+    held = {run.run_id for run in workspace.runs() if run.is_held}
+    not_used = held | workspace.publication.not_built_on()
+    others = {run.run_id for run in workspace.runs() if run.is_finished} - not_used
+    pools = current_pools(night.pools, settings.pools.min_support, date, chosen, not_used, others, night.tokenizer_hash)
     manifest.generation.pools = describe_pools(pools)
     return night
 
@@ -281,13 +283,15 @@ def current_pools(
     date: datetime.date,
     chosen: str | None = None,
     not_used: Collection[str] = (),
+    others: Collection[str] = (),
     tokenizer: str | None = None,
 ) -> PoolVersion | None:
-    """The pools that a run of a date may draft from: the current ones, or the newest ones not of a later date.
+    """The pools that a run of a date may draft from: the current ones, or the newest of `others` not of a later date.
 
     The version `chosen` takes precedence if it exists without a problem. The versions `not_used`, of runs that are held
-    or were rolled back, are skipped. Returns None if the version has a lower `min_support`, is damaged, or has another
-    format or another tokenizer than the one with the hash `tokenizer`: the night then only writes more slowly.
+    or were rolled back, are skipped. `others` are finished runs; a removed run may have been held. Returns None if the
+    version has a lower `min_support`, is damaged, or has another format or another tokenizer than the one with the hash
+    `tokenizer`: the night then only writes more slowly.
     """
     try:
         versions = {entry.version: entry for entry in store.list()}
@@ -295,7 +299,7 @@ def current_pools(
         if version in not_used:
             say(f"not drafting from the pools {version}: their run was rolled back or is held back by a gate")
         if version is not None and (version[:10] > str(date) or version in not_used):
-            version = max((name for name in versions if name not in not_used and name[:10] <= str(date)), default=None)
+            version = max((name for name in versions if name in others and name[:10] <= str(date)), default=None)
     except PoolError as error:
         say(f"not drafting from any pools: {error}")
         return None

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 from dataclasses import asdict
+from shutil import rmtree
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -167,6 +168,18 @@ def test_pools_of_what_was_taken_back_do_not_stay_current(world, capfd):
     assert first.pools.current_version() is None
     first.pools.use(second.run.run_id)  # made current by name; nights skip it all the same
     assert opened(world, DAY + datetime.timedelta(days=2)).manifest.generation.pools.version is None
+
+
+def test_pools_of_a_held_run_are_not_drafted_from_after_the_run_was_removed(world):
+    first = done(opened(world))
+    held = opened(world, DAY + datetime.timedelta(days=1))
+    with held.pools.publish(held.run.run_id, make_current=False):
+        pass
+    held.run.finish(is_held=True)
+    done(opened(world, DAY + datetime.timedelta(days=3)))
+    rmtree(held.run.root)
+    between = opened(world, DAY + datetime.timedelta(days=2))  # the current pools are of a later date
+    assert between.manifest.generation.pools.version == first.run.run_id
 
 
 def test_a_backfill_goes_from_each_night_to_the_next_and_publishes_its_last_when_asked(world, capfd, monkeypatch):

@@ -141,7 +141,7 @@ class Oracle:
         return json.dumps([side, template, is_rated, limit, decoding, shown, events], sort_keys=True)
 
     def pools_to_use(self, date: str, min_support: int) -> str | None:
-        """The version of the pools that a run may draft from: the current one, or the newest not later and not held."""
+        """The version of the pools that a run may draft from: the current one, or the newest of a finished run."""
         pointer = self.workspace / "pools" / "CURRENT"
         there = {path.name.partition("@")[0] for path in (self.workspace / "pools").glob("2*") if path.is_dir()}
         version = pointer.read_text().strip() if pointer.exists() else None
@@ -149,7 +149,8 @@ class Oracle:
             return None
         not_used = self.not_built_on | self.held
         if version is not None and (version[:10] > date or version in not_used):
-            version = max((name for name in there - not_used if name[:10] <= date), default=None)
+            finished = there & self.runs.keys()
+            version = max((name for name in finished - not_used if name[:10] <= date), default=None)
         return self._usable(version, min_support)
 
     def pools_of(self, run_id: str, min_support: int) -> str | None:
