@@ -91,9 +91,9 @@ app = lazy_app(
     "Exit codes: 0 done, 1 unexpected error, 2 wrong usage, 3 bad input or configuration, or no room on the disk, "
     "4 a gate blocks the publication of a night, or most of its first texts failed, or its cost reached its limit, or "
     "an id to forget is found nowhere, 5 the workspace is in use, 6 the server that writes texts does not answer, or "
-    "Ray does not start or loses its workers, or a published run cannot be delivered, 130 interrupted, 141 broken "
-    "pipe, 143 ended by SIGTERM. With --json a failure is an object too, with error, kind, exit_code and, if there is "
-    "one, report.",
+    "Ray does not start or loses its workers, or tables at a URI cannot be fetched, or a published run cannot be "
+    "delivered, 130 interrupted, 141 broken pipe, 143 ended by SIGTERM. With --json a failure is an object too, "
+    "with error, kind, exit_code and, if there is one, report.",
 )
 
 

@@ -13,6 +13,7 @@ from laserbatch.pipeline.errors import (
     EndpointGone,
     LaserbatchError,
     NotDelivered,
+    NotReached,
     RunFailed,
     WorkspaceBusy,
 )
@@ -50,7 +51,7 @@ def exit_code_of(error: BaseException) -> int:
         return ExitCode.INTERRUPTED
     if isinstance(error, WorkspaceBusy):
         return ExitCode.BUSY
-    if isinstance(error, EndpointGone | ClusterFailed | NotDelivered):
+    if isinstance(error, EndpointGone | ClusterFailed | NotDelivered | NotReached):
         return ExitCode.UNAVAILABLE
     if isinstance(error, RunFailed):
         return ExitCode.RUN_FAILED

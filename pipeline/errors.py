@@ -7,6 +7,7 @@ LaserbatchError      also the base of `PoolError` (pools) and `CtrError` (CTR tr
 +-- WorkspaceError   a folder is no workspace, or the workspace is damaged or of another version
 |   +-- WorkspaceBusy  another process holds the workspace's lock
 |   +-- NotDelivered   the place that runs are copied to cannot be read or written
++-- NotReached       the service of a URI does not answer, or tables at a URI cannot be read whole
 +-- RowError         one row cannot be processed; the row goes to quarantine and the run continues
 +-- RunFailed        a run cannot continue, such as when most of a night's first texts fail or it reaches its cost limit
     +-- RunHeld      the night is complete, but a gate keeps it from being published
@@ -51,6 +52,10 @@ class WorkspaceBusy(WorkspaceError):
 
 class NotDelivered(WorkspaceError):
     """The place that published runs are copied to cannot be read or written; the same command tries again."""
+
+
+class NotReached(LaserbatchError):
+    """The service of a URI does not answer, or tables at a URI cannot be read whole; the same command tries again."""
 
 
 class RowError(LaserbatchError):

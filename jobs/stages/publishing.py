@@ -14,7 +14,7 @@ from laserbatch.jobs.formatting import counted
 from laserbatch.jobs.gates import blocking, gate_sentence, has_option, judge
 from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import GateSettings
-from laserbatch.pipeline.errors import ConfigError, LaserbatchError, NotDelivered, RunHeld, WorkspaceError
+from laserbatch.pipeline.errors import ConfigError, LaserbatchError, NotDelivered, NotReached, RunHeld, WorkspaceError
 from laserbatch.pipeline.storage.delivery import (
     PLACES,
     Destination,
@@ -195,7 +195,7 @@ def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:
         remember_place(workspace.root, uri)
         sent = destination.deliver(run)
     except LaserbatchError as error:
-        kind = NotDelivered if isinstance(error, NotDelivered) else WorkspaceError
+        kind = NotDelivered if isinstance(error, NotDelivered | NotReached) else WorkspaceError
         raise kind(
             f"run {run_id} is published here, but not delivered to {uri}. To deliver it, give the night's command "
             f"again, or {command_to_publish(workspace.run(run_id))} with the night's --config. {error}"

@@ -23,7 +23,7 @@ from laserbatch.pipeline.distributed.tasks import (
     message_of,
     require_same_folder,
 )
-from laserbatch.pipeline.errors import ClusterFailed, RunFailed
+from laserbatch.pipeline.errors import ClusterFailed
 from laserbatch.pipeline.planning.plan import Shard, split_shard
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.figures import ShardRecord
@@ -248,7 +248,7 @@ class WorkerPool:
                 logger.warning("a worker was lost while it measured the cost of drafts: %s", lost)
                 self.idle.remove(worker)
                 self._replace_lost(lost, was_ready=True)
-        raise RunFailed(
+        raise ClusterFailed(
             f"{self.max_attempts} workers died while they measured the cost of drafts. If memory ran out, lower "
             "decoding.batch_size; or set decoding.max_draft_tokens and decoding.min_acceptance (for lists "
             "extensions.recommending.num_drafted), so that nothing has to be measured"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeGuard
 
-from laserbatch.pipeline.errors import ConfigError, LaserbatchError, first_line
+from laserbatch.pipeline.errors import ConfigError, LaserbatchError, NotReached, first_line
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -43,7 +43,10 @@ def without_credentials(uri: str) -> str:
 
 
 def filesystem_of(uri: str) -> tuple["FileSystem", str]:
-    """The file system of a URI and the path within it. Raises ConfigError if pyarrow cannot open the URI."""
+    """The file system of a URI and the path within it.
+
+    Raises ConfigError if pyarrow does not know the URI, and NotReached if its service does not answer.
+    """
     from pyarrow.fs import FileSystem
 
     opened = without_credentials(uri)
@@ -52,7 +55,8 @@ def filesystem_of(uri: str) -> tuple["FileSystem", str]:
     try:
         filesystem, path = FileSystem.from_uri(opened)
     except (OSError, ValueError, NotImplementedError) as error:
-        raise ConfigError(f"{uri} cannot be opened: {first_line(error)}. {ADVICE}.") from None
+        kind = NotReached if isinstance(error, OSError) else ConfigError
+        raise kind(f"{uri} cannot be opened: {first_line(error)}. {ADVICE}.") from None
     return filesystem, path.rstrip("/")
 
 

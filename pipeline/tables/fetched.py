@@ -6,7 +6,7 @@ All code then reads local files, with their speed and memory use. The copy lies 
 
 from pathlib import Path, PurePosixPath
 
-from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.errors import NotReached
 from laserbatch.pipeline.storage.scratch import ScratchFolder
 from laserbatch.pipeline.storage.uris import BLOCK_BYTES, filesystem_of, is_uri, naming_uri, without_credentials
 
@@ -18,7 +18,7 @@ _MADE: list[ScratchFolder] = []  # by this process, which removes them at its en
 def local_tables(path: Path | str, names: tuple[str, ...]) -> Path:
     """The local folder that tables are read from: a path itself, or a copy of all files of the tables `names` at a URI.
 
-    Raises TableError if the files cannot be fetched, or change meanwhile.
+    Raises NotReached if the files cannot be fetched, or change meanwhile, and ConfigError for an unknown kind of URI.
     """
     if not is_uri(path):
         return Path(path)
@@ -78,7 +78,7 @@ def _fetched(uri: str, names: tuple[str, ...]) -> Path:
                 files[str(within)] = (info.size, info.mtime_ns) if info.is_file else None
         return files
 
-    with naming_uri(uri, TableError):
+    with naming_uri(uri, NotReached):
         files = listed()
         _MADE.append(ScratchFolder("tables"))
         folder = _MADE[-1].path
@@ -90,10 +90,10 @@ def _fetched(uri: str, names: tuple[str, ...]) -> Path:
                 continue
             pafs.copy_files(f"{root}/{name}", str(target), filesystem, pafs.LocalFileSystem(), chunk_size=BLOCK_BYTES)
             if target.stat().st_size != size_and_time[0]:
-                raise TableError(
+                raise NotReached(
                     f"{shown_path(target)}: {target.stat().st_size:,} of {size_and_time[0]:,} bytes arrived; give the "
                     "same command again"
                 )
         if listed() != files:
-            raise TableError(f"the tables of {uri} changed while they were read; give the same command again")
+            raise NotReached(f"the tables of {uri} changed while they were read; give the same command again")
     return folder

@@ -26,7 +26,7 @@ from laserbatch.pipeline.distributed.actors import ShardAbandoned, run_shards
 from laserbatch.pipeline.distributed.settings import workers_of_node
 from laserbatch.pipeline.distributed.spec import TextSpec
 from laserbatch.pipeline.distributed.worker import ShardWorker
-from laserbatch.pipeline.errors import ClusterFailed, ConfigError, ModelError, RunFailed
+from laserbatch.pipeline.errors import ClusterFailed, ConfigError, ModelError
 from laserbatch.pipeline.planning.plan import load_plan, read_shard, save_plan
 from laserbatch.pipeline.planning.planner import shared_fingerprint
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
@@ -374,7 +374,7 @@ def test_a_worker_that_dies_before_it_measured_is_replaced_and_the_last_one_ends
     layout = replace(cluster, num_workers=num_workers)
     shards, outcomes = worker_pool(max_attempts=max_attempts, layout=layout, choose_budgets=choose)
     if max_attempts == 1:
-        with pytest.raises(RunFailed, match="max_draft_tokens"):
+        with pytest.raises(ClusterFailed, match="max_draft_tokens"):
             list(outcomes)
     else:
         assert len(list(outcomes)) == len(shards) and measured == [COST]

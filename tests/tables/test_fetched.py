@@ -1,12 +1,15 @@
 """Tables at a URI: read as local ones are, with the same faults, which name the URI."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pyarrow.fs as pafs
 import pytest
 from destinations import bucket, place  # noqa: F401 (fixtures)
 
+from laserbatch.jobs.failures import exit_code_of
 from laserbatch.jobs.settings import load_settings
+from laserbatch.pipeline.errors import LaserbatchError
 from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.storage.uris import filesystem_of
 from laserbatch.pipeline.tables.check import check_tables
@@ -51,6 +54,18 @@ def test_tables_at_a_uri_are_read_as_local_ones_and_their_faults_name_it(tmp_pat
     assert f"{place}/damaged/items.parquet" in kinds["missing-table"]
     with pytest.raises(Exception, match=f"{place}/damaged/users.parquet.*cannot be read"):
         read_tables(f"{place}/damaged")
+
+
+def test_an_outage_of_the_service_of_a_uri_is_worth_another_try(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for uri, code in ((f"file://{tmp_path}/file", 6), ("no://such/scheme", 3)):
+        with pytest.raises(LaserbatchError, match=uri) as error:
+            read_tables(uri)
+        assert exit_code_of(error.value) == code
+    monkeypatch.setattr(pafs, "FileSystem", Mock(from_uri=Mock(side_effect=OSError("AWS Error NETWORK_CONNECTION"))))
+    with pytest.raises(LaserbatchError, match="s3://bucket/prefix cannot be opened: AWS Error NET") as error:
+        read_tables("s3://bucket/prefix")
+    assert exit_code_of(error.value) == 6
 
 
 def test_a_uri_in_a_configuration_is_no_path_below_its_folder(tmp_path):
