@@ -28,7 +28,7 @@ COMMANDS = {
     "config": LazyCommand("config:config", "Show every option with its value, its default and what it does."),
     "try": LazyCommand(
         "try_one:try_one",
-        "Write the text of one entity: show its prompt, pool, text by source, and whether a night would accept it.",
+        "Write the text of one entity: show prompt, pool, the source of each part, and whether a night would keep it.",
     ),
     "nightly": LazyCommand(
         "nightly:nightly",
@@ -52,7 +52,7 @@ COMMANDS = {
     "pools": LazyCommand("pools:app", "Build, list, choose and remove retrieval pools."),
     "status": LazyCommand(
         "status:status",
-        "Show which run is under way, how far it is, how long it will take, and what is published; waits for no lock.",
+        "Show which run is under way, how far it is, how long it will take, and what is published.",
     ),
     "doctor": LazyCommand(
         "doctor:doctor",

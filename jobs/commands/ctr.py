@@ -25,7 +25,12 @@ RUN = typer.Option(None, show_default="the published run", help="A run id.")
 OF_MODEL = typer.Option(None, show_default="the run that it was trained on", help="Run whose features the model reads.")
 TABLES_OF_MODEL = typer.Option(None, show_default="the model's tables", help="Folder or URI of the input tables.")
 CONFIGURED = "the configured value, or without a configuration the run's"
-HISTORY = typer.Option(None, show_default=CONFIGURED, help="Which texts training rows see.")
+HISTORY = typer.Option(
+    None,
+    show_default=CONFIGURED,
+    help="Texts that training rows see. latest: those of the run; asof: the newest that are older than the row; split: "
+    "those of the run, and only rows after its date are trained on.",
+)
 MODEL = typer.Argument(..., help="Model folder that `laserbatch ctr train` wrote.")
 JSON = typer.Option(False, "--json", help="Print everything as JSON.")
 
@@ -35,7 +40,9 @@ def train(
     out: Path = typer.Argument(..., help="Folder of the model to write.", **TO_FOLDER),
     model: ModelName = typer.Option("dcnv2", help="Model to train."),
     features: FeatureName = typer.Option(
-        "own", help="Features to train on. own: those of the run; plain: those of its plainly decoded texts; none."
+        "own",
+        help="Features to train on. own: those of the run; plain: those of its plainly decoded texts; none: "
+        "no features of texts.",
     ),
     seed: int = typer.Option(0, min=0, max=2**31 - 1, help="Seed of the training."),
     history: History | None = HISTORY,
@@ -91,7 +98,7 @@ def predict(
     tables: str | None = TABLES_OF_MODEL,
     as_json: bool = JSON,
 ) -> None:
-    """Score pairs of users and items; interactions strictly before a pair's timestamp count, without one all of them.
+    """Score pairs of users and items from the interactions before each pair's timestamp, or from all without one.
 
     Example: `laserbatch ctr predict models/dcnv2 pairs.parquet --out scores.parquet --workspace workspace`
     """

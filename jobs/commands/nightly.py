@@ -49,7 +49,8 @@ def nightly(
     dry_run: bool = typer.Option(
         False,
         "--dry-run",
-        help="Only print what would be written and why, columns that changed for most, tokens, hours and money.",
+        help="Write nothing; print which texts would be written and why, columns that changed for most entities, "
+        "tokens, hours and money.",
     ),
     ray_address: str | None = typer.Option(
         None, show_default="a local cluster is started", help="Address of a Ray cluster to use."
@@ -175,8 +176,8 @@ def _counts(night: Night) -> dict[str, str | int]:
 
 def demo(
     folder: Path = typer.Option(Path("demo"), help="Folder for the sample world and the workspace; it may exist."),
-    num_users: int = typer.Option(400, help="Number of users in the sample world."),
-    num_items: int = typer.Option(300, help="Number of items in the sample world."),
+    num_users: int = typer.Option(400, min=1, help="Number of users in the sample world."),
+    num_items: int = typer.Option(300, min=20, help="Number of items in the sample world."),
     model_dir: Path | None = typer.Option(
         None, "--model", metavar="FOLDER", help="Write with the model of this folder instead of the bundled one."
     ),

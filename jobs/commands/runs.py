@@ -173,7 +173,9 @@ def rollback(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, a
 @app.command()
 def gc(
     keep: int = typer.Option(7, min=1, help="Number of the newest finished runs to keep."),
-    unfinished: bool = typer.Option(False, "--unfinished", help="Also remove older runs that were never finished."),
+    unfinished: bool = typer.Option(
+        False, "--unfinished", help="Also remove unfinished runs that are older than every kept run."
+    ),
     experiments: bool = typer.Option(False, "--experiments", help="Also remove all folders of experiments."),
     dry_run: bool = DRY_RUN,
     config: Path | None = CONFIG,

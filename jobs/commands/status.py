@@ -50,7 +50,7 @@ def status(
     ),
     as_json: bool = JSON,
 ) -> None:
-    """Show which run is under way, how far it is, how long it will take, and what is published; waits for no lock.
+    """Show which run is under way, how far it is, how long it will take, and what is published.
 
     Example: `laserbatch status --config laserbatch.yaml --watch`
     """

@@ -82,7 +82,7 @@ def try_one(
     ),
     as_json: bool = JSON,
 ) -> None:
-    """Write the text of one entity: show its prompt, pool, text by source, and whether a night would accept it.
+    """Write the text of one entity: show prompt, pool, the source of each part, and whether a night would keep it.
 
     Example: `laserbatch try --config laserbatch.yaml --user u17`
     """

@@ -62,9 +62,11 @@ def train(
     ),
     code_maker: CodeMaker = typer.Option("kmeans", help="Method that makes codes from vectors."),
     draft_for: Path | None = typer.Option(None, help="Train a small model to draft for this folder's recommender."),
-    loss: DraftLoss = typer.Option("wordkd", help="Loss that the small model is trained with."),
+    loss: DraftLoss = typer.Option("wordkd", help="Loss of the small model, with --draft-for; docs/recommend.md."),
     base: Path | None = typer.Option(
-        None, help="Folder of a language model: its vocabulary is extended by the codes, and a LoRA adapts it."
+        None,
+        show_default="a small model, trained from nothing",
+        help="Folder of a language model: its vocabulary is extended by the codes, and a LoRA adapts it.",
     ),
     date: str | None = typer.Option(
         None, show_default="all interactions", help="Train on interactions up to the end of this day."

@@ -176,6 +176,12 @@ def test_every_command_tells_its_failure_in_one_object(name, run, tmp_path):
     assert done.stderr.strip().endswith(printed["error"]) and printed["kind"]
 
 
+@pytest.mark.parametrize("option", ["--num-users", "--num-items"])
+def test_a_demo_of_nobody_or_too_few_items_is_wrong_usage_and_writes_nothing(run, option, tmp_path):
+    done = run("demo", "--folder", str(tmp_path / "demo"), option, "0")
+    assert done.returncode == 2 and option in done.stderr and not (tmp_path / "demo").exists()
+
+
 def test_wrong_usage_is_an_object_with_json_too(run):
     done = run("pools", "list", "--colour", "--json")
     assert (done.returncode, json.loads(done.stdout)["exit_code"]) == (2, 2)
