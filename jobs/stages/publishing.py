@@ -18,7 +18,6 @@ from laserbatch.pipeline.errors import ConfigError, LaserbatchError, NotDelivere
 from laserbatch.pipeline.storage.delivery import (
     PLACES,
     Destination,
-    known_places,
     last_deliveries,
     record_delivery,
     remember_place,
@@ -178,13 +177,7 @@ def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:
         if isinstance(destination, LakeTables) and workspace.is_within:
             say(f"run {run_id} of {workspace.root.name} is not delivered: {uri} takes only features")
             return
-        delivered = str(destination.published().get("run_id", ""))
-        is_ours = uri.rstrip("/") in known_places(workspace.root) or workspace.run(delivered or run_id).root.is_dir()
-        if not is_ours:
-            raise WorkspaceError(
-                f"{uri} has run {delivered}, which is not of this workspace, and two workspaces must not deliver to "
-                "one place. Give another place, or delete its contents if that workspace no longer exists"
-            )
+        delivered = _run_there(workspace, destination)
         if not force and delivered[:10] > run.date and delivered not in workspace.publication.rolled_back():
             say(
                 f"not delivered: {uri} has run {delivered}, of a later date; {command_to_publish(run)} delivers it, "
@@ -210,10 +203,34 @@ def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:
     emit("delivered", run_id=run_id, to=uri, num_files=sent.num_files, num_bytes=sent.num_bytes)
 
 
+def _run_there(workspace: Workspace, destination: Destination | LakeTables) -> str:
+    """The run that readers at a place see, or "". Raises WorkspaceError if it is a run of another workspace.
+
+    That one may have the same id: nights of the same settings and date have.
+    """
+    run_id, uri = str(destination.published().get("run_id", "")), destination.uri
+    last = {place["to"]: place["run_id"] for place in last_deliveries(workspace.root)}
+    run = workspace.run(run_id) if run_id else None
+    if run is None:
+        is_ours = True
+    elif not run.root.is_dir():
+        is_ours = last.get(uri.rstrip("/")) == run_id
+    else:
+        is_ours = destination.has(run) if isinstance(destination, Destination) else uri.rstrip("/") in last
+    if not is_ours:
+        raise WorkspaceError(
+            f"{uri} has run {run_id}, which is not of this workspace, and two workspaces must not deliver to one "
+            "place. Give another place, or delete its contents if that workspace no longer exists, or if this "
+            "workspace was restored from an older copy"
+        )
+    return run_id
+
+
 def remove_delivered(workspace: Workspace, uri: str | None, run_ids: Sequence[str]) -> None:
     """Delete those runs at a URI that were deleted here."""
     if uri is not None and run_ids:
-        for run_id in destination_of(workspace.root, uri).remove(run_ids):
+        _run_there(workspace, destination := destination_of(workspace.root, uri))
+        for run_id in destination.remove(run_ids):
             say(f"removed from {uri}: {run_id}")
 
 
@@ -227,9 +244,10 @@ def forget_delivered(workspace: Workspace, uri: str | None) -> dict[str, str]:
         return {}
     destination = destination_of(workspace.root, uri)
     here = {run.run_id: run for run in workspace.runs() if run.is_finished}
+    _run_there(workspace, destination)
     delivered = destination.runs()
     if is_lake(uri) and not delivered:
-        last = {place["to"]: place["run_id"] for place in last_deliveries(workspace.root)}.get(uri)
+        last = {place["to"]: place["run_id"] for place in last_deliveries(workspace.root)}.get(uri.rstrip("/"))
         if last in here:
             raise WorkspaceError(
                 f"{uri}: found no table with rows, but {last} was delivered there. Make the tables readable here "

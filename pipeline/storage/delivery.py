@@ -64,6 +64,15 @@ class Destination:
         names = {name.split("/")[0] for name in self._files("runs")}
         return sorted(name for name in names if RUN_ID.fullmatch(name))
 
+    def has(self, run: RunFolder) -> bool:
+        """Whether the run of that id there is this run: `_SUCCESS` says when it was finished, to the nanosecond."""
+        with naming_uri(self.uri, NotDelivered):
+            try:
+                there = self._sha256(f"{self.root}/runs/{run.run_id}/{run.success_path.name}")
+            except FileNotFoundError:
+                return True  # the next delivery sends it again
+        return run.is_finished and there == sha256_file(run.success_path)
+
     def deliver(self, run: RunFolder) -> Delivered:
         """Copy a finished run and point readers to it; until then they see the earlier run.
 

@@ -3,6 +3,7 @@
 import datetime
 import json
 import shutil
+from functools import partial
 
 import pyarrow as pa
 import pytest
@@ -15,7 +16,7 @@ from laserbatch.jobs.console import ExitCode
 from laserbatch.jobs.failures import exit_code_of
 from laserbatch.jobs.settings import Settings, load_settings
 from laserbatch.jobs.stages.inputs import require_delivery
-from laserbatch.jobs.stages.publishing import deliver, forget_delivered
+from laserbatch.jobs.stages.publishing import deliver, forget_delivered, remove_delivered
 from laserbatch.pipeline.errors import ConfigError, NotDelivered, WorkspaceError
 from laserbatch.pipeline.storage.delivery import PLACES, Destination, known_places, last_deliveries
 from laserbatch.pipeline.storage.uris import filesystem_of
@@ -192,11 +193,19 @@ def test_a_place_that_shares_files_with_the_workspace_is_refused(workspace, tmp_
 def test_a_place_of_another_workspace_stays_as_it_is(workspace, place, tmp_path):  # noqa: F811
     deliver(workspace, place)
     other = Workspace.open(tmp_path / "other")
-    shutil.copytree(workspace.run(NEW).root, other.run(NEW).root)
-    other.publication.publish(NEW)
-    with pytest.raises(WorkspaceError, match=f"has run {OLD}, which is not of this workspace"):
-        deliver(other, place, force=True)
-    assert seen(place) == OLD and known_places(other.root) == set()
+    shutil.copytree(workspace.root / "runs", other.root / "runs")
+    other.run(OLD).finish()  # nights of the same settings have the same ids
+    before = there(place)
+    for run_id in (NEW, OLD):
+        other.publication.publish(run_id)
+        for command in (partial(deliver, force=True), forget_delivered, partial(remove_delivered, run_ids=[OLD])):
+            with pytest.raises(WorkspaceError, match=f"has run {OLD}, which is not of this workspace"):
+                command(other, place)
+        assert there(place) == before and known_places(other.root) == set()
+    shutil.rmtree(workspace.run(NEW).root)
+    Destination.at(place).deliver(other.run(NEW))
+    with pytest.raises(WorkspaceError, match=f"has run {NEW}, which is not of this workspace"):
+        deliver(workspace, place, force=True)
 
 
 def test_other_files_at_a_place_stay_there(workspace, tmp_path):
