@@ -82,7 +82,7 @@ class Destination:
         lines = "".join(f"{sha256}  {name}\n" for name, (_, sha256) in files.items())
         pointer = {"run_id": run.run_id, "num_files": len(files), "sha256": hashlib.sha256(lines.encode()).hexdigest()}
         sizes = {name: num_bytes for name, (num_bytes, _) in files.items()}
-        if self.published() == pointer and self._files(f"runs/{run.run_id}") == sizes:
+        if self.published() == pointer and self._files(f"runs/{run.run_id}", if_before_pointer=True) == sizes:
             return Delivered()
         sent = self.copy(run, files)
         with naming_uri(self.uri, NotDelivered):
@@ -124,13 +124,19 @@ class Destination:
                 self.filesystem.delete_dir(f"{self.root}/runs/{run_id}")
         return removed
 
-    def _files(self, folder: str) -> dict[str, int]:
-        """The sizes in bytes of the files under a folder at the URI, by their paths within it."""
+    def _files(self, folder: str, if_before_pointer: bool = False) -> dict[str, int]:
+        """The sizes in bytes of the files under a folder at the URI, by their paths within it.
+
+        With `if_before_pointer` without those that somebody changed after the pointer was written, which is the last.
+        """
         from pyarrow.fs import FileSelector
 
         folder = f"{self.root}/{folder}"
         with naming_uri(self.uri, NotDelivered):
             infos = self.filesystem.get_file_info(FileSelector(folder, allow_not_found=True, recursive=True))
+            if if_before_pointer:
+                pointed_s = (self.filesystem.get_file_info(f"{self.root}/published.json").mtime_ns or 0) // 10**9
+                infos = [info for info in infos if (info.mtime_ns or 0) // 10**9 <= pointed_s]
         return {info.path.removeprefix(f"{folder}/"): info.size for info in infos if info.is_file}
 
     def _put(self, source: Path, target: str) -> None:

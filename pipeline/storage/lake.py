@@ -68,7 +68,7 @@ class LakeTables:
         return sorted({run_id for side in IN_ORDER for run_id in self._delivered(side)})
 
     def deliver(self, run: RunFolder) -> Delivered:
-        """Add a finished run, which readers then take. A table whose highest number is that run's already stays as is.
+        """Add a finished run, which readers then take. A table that has all its rows under the highest number stays.
 
         Raises WorkspaceError if rows cannot be written, a table has other columns or vectors of another length, or the
         run has no rows for a table with earlier runs, which readers would go on using.
@@ -76,7 +76,7 @@ class LakeTables:
         paths = []
         for side in IN_ORDER:
             delivered, files = self._delivered(side), _features(run, side)
-            if sum(map(num_rows_of, files)) == 0:
+            if (num_rows := sum(map(num_rows_of, files))) == 0:
                 if delivered:
                     raise WorkspaceError(
                         f"{files[0]} has no rows, so the table {side}_features at {self.uri} would still show an "
@@ -84,8 +84,8 @@ class LakeTables:
                     )
                 continue
             highest = max((number for number, _ in delivered.values()), default=0)
-            number, _ = delivered.get(run.run_id, (0, 0))
-            if number == 0 or number < highest:
+            number, num_there = delivered.get(run.run_id, (0, 0))
+            if number < highest or num_there != num_rows:
                 self._write(run, side, highest + 1, is_new=number == 0)
                 paths += files
         return _sent(paths)

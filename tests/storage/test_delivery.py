@@ -3,6 +3,7 @@
 import datetime
 import json
 import shutil
+import time
 from functools import partial
 
 import pyarrow as pa
@@ -88,10 +89,16 @@ def test_a_killed_delivery_shows_readers_the_run_before_and_goes_on(workspace, p
     assert len(sent) == len(WANTED)
 
 
-def test_a_file_that_somebody_deleted_there_is_sent_again(workspace, place):  # noqa: F811
+def test_a_file_that_somebody_deleted_or_changed_there_is_sent_again(workspace, place):  # noqa: F811
     deliver(workspace, place)
     filesystem, root = filesystem_of(place)
-    filesystem.delete_file(f"{root}/runs/{OLD}/features/user/00000.parquet")
+    file = f"{root}/runs/{OLD}/features/user/00000.parquet"
+    filesystem.delete_file(file)
+    deliver(workspace, place)
+    assert seen(place) == OLD
+    time.sleep(1.1)  # an S3 server tells only the second
+    with filesystem.open_output_stream(file) as out:
+        out.write(f"{OLD} features/user/00000.PARQUET".encode())
     deliver(workspace, place)
     assert seen(place) == OLD
 
