@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeGuard
+from urllib.parse import quote
 
 from laserbatch.pipeline.errors import ConfigError, LaserbatchError, NotReached, first_line
 
@@ -49,7 +50,7 @@ def filesystem_of(uri: str) -> tuple["FileSystem", str]:
     """
     from pyarrow.fs import FileSystem
 
-    opened = without_credentials(uri)
+    opened = quote(without_credentials(uri), safe="%/:?&=@+,;!$'()*[]")  # names may have spaces, "#" and any letters
     if uri.startswith(("gs://", "gcs://")) and "retry_limit_seconds=" not in uri:
         opened += f"{'&' if '?' in uri else '?'}retry_limit_seconds={MAX_RETRY_S}"
     try:

@@ -259,6 +259,11 @@ def test_where_runs_are_delivered_to_does_not_belong_to_them(tmp_path):
     assert Settings(deliver_to="s3://b/p").of_output() == Settings().of_output()
 
 
+@pytest.mark.parametrize("uri", ["file:///lake/Käse & #1", "file:///lake/K%C3%A4se%20&%20%231"])
+def test_a_name_may_have_spaces_and_any_letters_encoded_or_not(uri):
+    assert filesystem_of(uri)[1] == "/lake/Käse & #1"
+
+
 def test_a_service_of_google_that_cannot_be_reached_is_given_up_within_a_minute():
     opened = filesystem_of("gs://bucket/prefix")
     assert opened == FileSystem.from_uri("gs://bucket/prefix?retry_limit_seconds=60")
