@@ -29,7 +29,7 @@ DELTA, ICEBERG = "delta:", "iceberg://"
 RUN, NUMBER = "delivered_run_id", "delivery"  # columns before those of a feature table
 IN_ORDER: tuple[Side, Side] = ("item", "user")
 FILE_BYTES, GROUP_ROWS = 128 << 20, 4 * ROW_GROUP_ROWS  # of a table's files; memory is some multiple of this
-_DELTA_URI = re.compile(r"delta:[a-z0-9+]+://.+")
+_DELTA_URI = re.compile(r"delta:[a-z0-9+]+://[^?#]+")  # the library would cut a name at these
 _ICEBERG_URI = re.compile(r"iceberg://([\w.-]+)(?:/[\w-]+)+/?")
 
 

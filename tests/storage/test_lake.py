@@ -256,6 +256,7 @@ def test_a_run_without_features_and_lists_of_an_extension_are_not_delivered(work
     [
         ("iceberg://prod", "found iceberg://prod, expected iceberg://CATALOG/NAMESPACE"),
         ("delta:/data://", "found delta:/data://, expected delta:s3://bucket/prefix"),
+        ("delta:s3://b/p#1", "found delta:s3://b/p#1, expected"),
     ],
 )
 def test_a_place_of_another_form_is_refused_before_the_night(uri, message):
