@@ -22,6 +22,8 @@ from laserbatch.pipeline.distributed.tasks import (
     ends_process_if_device_is_lost,
     message_of,
     require_same_folder,
+    require_same_software,
+    software,
 )
 from laserbatch.pipeline.errors import ClusterFailed
 from laserbatch.pipeline.planning.plan import Shard, split_shard
@@ -184,6 +186,7 @@ class WorkerPool:
             num_workers=layout.num_workers,
             workers_a_gpu=layout.workers_a_gpu,
             token=self._token,
+            software=software(),
         )
 
     @property
@@ -327,6 +330,7 @@ class _Worker:
 
     def load(self) -> None:  # not in __init__, so that Ray reports the error of a refused model, not a dead actor
         require_same_folder(self._spec)
+        require_same_software(self._spec.software)
         if self._spec.device == "cuda":
             require_own_gpu(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
         with ends_process_if_device_is_lost():

@@ -14,7 +14,13 @@ import ray
 
 from laserbatch.pipeline.decoding.model.folder import read_config
 from laserbatch.pipeline.distributed.cluster import WorkerLayout
-from laserbatch.pipeline.distributed.tasks import ends_process_if_device_is_lost, require_visible, result_of
+from laserbatch.pipeline.distributed.tasks import (
+    ends_process_if_device_is_lost,
+    require_visible,
+    result_of,
+    run_task,
+    software,
+)
 from laserbatch.pipeline.encoding.identity import find_encoder
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.encoding.text_parts import Task, TextPart
@@ -89,11 +95,11 @@ class ClusterEncoder:
         """Yield the number of each task and its result, in any order."""
         layout, waiting = self._start(), enumerate(arguments)
         # `max_calls` keeps a task's process alive on a GPU too, and with it the loaded encoder.
-        task = ray.remote(num_cpus=layout.num_threads, num_gpus=num_gpus, max_calls=0)(function)
+        task = ray.remote(num_cpus=layout.num_threads, num_gpus=num_gpus, max_calls=0)(run_task)
         open_tasks: dict[ray.ObjectRef, int] = {}
         while True:
             for number, of_task in islice(waiting, OPEN_TASKS * layout.num_workers - len(open_tasks)):
-                open_tasks[task.remote(*of_task)] = number
+                open_tasks[task.remote(software(), function, *of_task)] = number
             if not open_tasks:
                 return
             reference = _ended(list(open_tasks))

@@ -23,6 +23,7 @@ class WorkerSpec:
     num_workers: int = 1  # number of workers of the run
     workers_a_gpu: int = 1
     token: str = ""  # a worker compares it with a file, to check that it sees the same folder of the run as the driver
+    software: dict[str, str] = field(default_factory=dict)  # the driver's, which a worker compares with its own
 
     worker: ClassVar[str]  # "module:class"
 

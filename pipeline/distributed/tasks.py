@@ -1,30 +1,42 @@
 """Tasks on machines of the Ray cluster, the files that a machine must see, and ending a process whose GPU is lost."""
 
+import hashlib
 import logging
 import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from laserbatch import pipeline, retrieval_pools
 from laserbatch.pipeline.distributed.cluster import WorkerLayout
 from laserbatch.pipeline.distributed.spec import WorkerSpec
 from laserbatch.pipeline.errors import ClusterFailed, ConfigError
 
 logger = logging.getLogger(__name__)
 
+LIBRARIES = ("torch", "transformers", "tokenizers", "numpy")
 TOKEN_FILE = ".workers"  # in the run's folder; it contains the token of the specification
 VISIBILITY_TIMEOUT_S = 30.0  # a shared folder may show a new file with this delay
 
 
 def start_task(layout: WorkerLayout, num_gpus: int, function: Callable[..., Any], *arguments: Any) -> ray.ObjectRef:
     """Start a task with a worker's cores; `result_of` waits for it."""
-    return ray.remote(num_cpus=layout.num_threads, num_gpus=num_gpus)(function).remote(*arguments)
+    task = ray.remote(num_cpus=layout.num_threads, num_gpus=num_gpus)(run_task)
+    return task.remote(software(), function, *arguments)
+
+
+def run_task(expected: dict[str, str], function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function on a machine of the cluster, unless `require_same_software` raises."""
+    require_same_software(expected)
+    return function(*arguments)
 
 
 def wait_for(task: ray.ObjectRef) -> None:
@@ -51,6 +63,28 @@ def require_same_folder(spec: WorkerSpec) -> None:
     """Raise ConfigError if this machine does not see the same folder of the run as the driver."""
     path = spec.run_dir / TOKEN_FILE
     _wait({spec.run_dir: lambda: path.exists() and path.read_text(encoding="utf-8") == spec.token})
+
+
+@cache
+def software() -> dict[str, str]:
+    """The versions of the packages that texts and vectors depend on; of laserbatch a digest of its source files."""
+    folders = [Path(package.__path__[0]) for package in (pipeline, retrieval_pools)]
+    paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    code = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]
+    versions = {name: version(name).partition("+")[0] for name in LIBRARIES}  # the head may have a build without CUDA
+    return {"laserbatch": f"{version('laserbatch')}, code {code}"} | versions
+
+
+def require_same_software(expected: dict[str, str]) -> None:
+    """Raise ConfigError if this machine has another laserbatch or other libraries than the driver's `software`."""
+    if differing := [
+        f"{name} {software()[name]}, not {there}" for name, there in expected.items() if software()[name] != there
+    ]:
+        raise ConfigError(
+            f"{socket.gethostname()} has {'; '.join(differing)} as the night's own process, so that it could write "
+            "other texts. Install the same versions on every machine of the cluster (compare PYTHONPATH and images), "
+            "then give the same command again"
+        )
 
 
 def require_visible(paths: Iterable[Path]) -> None:

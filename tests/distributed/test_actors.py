@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -185,6 +185,17 @@ def test_a_worker_that_does_not_see_the_runs_folder_says_so_with_its_host(world,
             actors._Worker(replace(spec, run_dir=run_dir, token="of this one")).load()
 
 
+def test_a_machine_with_other_software_than_the_driver_writes_nothing(world, tmp_path):
+    _, spec = planned(world, tmp_path)
+    (tmp_path / actors.TOKEN_FILE).touch()
+    for other in ({"laserbatch": "0.1.0, code 0123"}, {"torch": "1.0"}):
+        with pytest.raises(ConfigError, match=f"{socket.gethostname()} has {min(other)} .* not {other[min(other)]} as"):
+            actors._Worker(replace(spec, software=tasks.software() | other)).load()
+        with pytest.raises(ConfigError, match="Install the same versions on every machine"):
+            tasks.run_task(tasks.software() | other, pytest.fail)
+    assert tasks.run_task(tasks.software(), len, "as here") == 7
+
+
 def test_a_model_that_cannot_be_loaded_is_refused_when_the_worker_loads_it(world, tmp_path):
     _, spec = planned(world, tmp_path)
     (tmp_path / actors.TOKEN_FILE).touch()
@@ -212,6 +223,7 @@ def worker_pool(cluster, world, tmp_path, monkeypatch):
         num_workers: int = 1
         workers_a_gpu: int = 1
         token: str = ""
+        software: dict = field(default_factory=dict)
 
     class Worker:
         def __init__(self, spec) -> None:
