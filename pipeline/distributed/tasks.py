@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from laserbatch import pipeline, retrieval_pools
-from laserbatch.pipeline.distributed.cluster import WorkerLayout
+from laserbatch.pipeline.distributed.cluster import WorkerLayout, cluster_nodes
 from laserbatch.pipeline.distributed.spec import WorkerSpec
 from laserbatch.pipeline.errors import ClusterFailed, ConfigError
 
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 LIBRARIES = ("torch", "transformers", "tokenizers", "numpy")
 TOKEN_FILE = ".workers"  # in the run's folder; it contains the token of the specification
+POLL_S = 5.0
+NO_NODES_S = 600.0  # longest time without a node with CPUs; an autoscaler may start one
 VISIBILITY_TIMEOUT_S = 30.0  # a shared folder may show a new file with this delay
 
 
@@ -40,12 +42,18 @@ def run_task(expected: dict[str, str], function: Callable[..., Any], *arguments:
 
 
 def wait_for(task: ray.ObjectRef) -> None:
-    """Wait until a task has ended, with or without an error."""
-    ray.wait([task])
+    """Wait until a task has ended, with or without an error. Raises ClusterFailed if no node for it comes back."""
+    last_s = time.monotonic()
+    while not ray.wait([task], timeout=POLL_S)[0]:
+        if any(node.num_cpus for node in cluster_nodes()):
+            last_s = time.monotonic()
+        elif time.monotonic() - last_s > NO_NODES_S:
+            raise ClusterFailed(f"the cluster has had no node with CPUs for {NO_NODES_S:g} seconds")
 
 
 def result_of(reference: ray.ObjectRef) -> Any:
     """The result of a task. Raises the error of its function, or ClusterFailed if its process died on every attempt."""
+    wait_for(reference)
     try:
         return ray.get(reference)
     except RayTaskError as error:

@@ -23,6 +23,7 @@ from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.distributed import actors, tasks
 from laserbatch.pipeline.distributed import settings as distributed_settings
 from laserbatch.pipeline.distributed.actors import ShardAbandoned, run_shards
+from laserbatch.pipeline.distributed.cluster import Node
 from laserbatch.pipeline.distributed.settings import workers_of_node
 from laserbatch.pipeline.distributed.spec import TextSpec
 from laserbatch.pipeline.distributed.worker import ShardWorker
@@ -188,12 +189,19 @@ def test_a_worker_that_does_not_see_the_runs_folder_says_so_with_its_host(world,
 def test_a_machine_with_other_software_than_the_driver_writes_nothing(world, tmp_path):
     _, spec = planned(world, tmp_path)
     (tmp_path / actors.TOKEN_FILE).touch()
-    for other in ({"laserbatch": "0.1.0, code 0123"}, {"torch": "1.0"}):
-        with pytest.raises(ConfigError, match=f"{socket.gethostname()} has {min(other)} .* not {other[min(other)]} as"):
-            actors._Worker(replace(spec, software=tasks.software() | other)).load()
-        with pytest.raises(ConfigError, match="Install the same versions on every machine"):
-            tasks.run_task(tasks.software() | other, pytest.fail)
-    assert tasks.run_task(tasks.software(), len, "as here") == 7
+    for name, there in {"laserbatch": "0.1.0, code 0123", "torch": "1.0"}.items():
+        with pytest.raises(ConfigError, match=f"{socket.gethostname()} has {name} .* not {there} as"):
+            actors._Worker(replace(spec, software=tasks.software() | {name: there})).load()
+        with pytest.raises(ConfigError, match="Install the same versions"):
+            tasks.run_task({name: there}, pytest.fail)
+
+
+def test_a_task_whose_nodes_are_all_lost_is_not_waited_for_without_end(monkeypatch):
+    monkeypatch.setattr(tasks.ray, "wait", lambda references, timeout: ([], references))
+    monkeypatch.setattr(tasks, "cluster_nodes", lambda: [Node(0)])
+    monkeypatch.setattr(tasks, "NO_NODES_S", 0)
+    with pytest.raises(ClusterFailed, match="no node with CPUs for 0 seconds"):
+        tasks.result_of("task")
 
 
 def test_a_model_that_cannot_be_loaded_is_refused_when_the_worker_loads_it(world, tmp_path):
