@@ -36,6 +36,7 @@ class StepCost(BaseModel, frozen=True, extra="forbid"):
     """
 
     name: str = Field(default="step cost of a file", description="What was measured; shown next to every figure.")
+    model_id: str | None = Field(default=None, description="The model that was measured, as records of texts name it.")
     steps: tuple[StepPoint, ...] = Field(min_length=1, description="At least two points of each batch size.")
     padded_to: tuple[int, ...] = Field(
         default=(),

@@ -73,7 +73,7 @@ def known_step_cost(night: Night) -> StepCost | None:
     used = {figures.forecast.step_cost for figures in night.manifest.generation.budgets.values()}
     measured = sorted(night.workspace.step_costs_folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
     costs = [unless_damaged(partial(read_step_cost, path)) for path in reversed(measured)]
-    of_run = [cost for cost in costs if cost and any(f": {model} on " in cost.name for model in models)]
+    of_run = [cost for cost in costs if cost and cost.model_id in models]
     return max(of_run, key=lambda cost: cost.name in used, default=None)
 
 

@@ -53,7 +53,10 @@ class StepCostCache:
             _digest(part) for part in (facts, {"drafters": list(engine.settings.drafters), "pool_scale": pool_scale})
         )
         self.path, self._same_steps = folder / f"{digest}-{drafts_digest}.json", f"{digest}-*.json"
-        self._name = f"measured {digest}: {facts['model_id']} on {facts['device']}"
+        self._labels = {
+            "name": f"measured {digest}: {engine.model_id} on {facts['device']}",
+            "model_id": engine.model_id,
+        }
 
     def read(self) -> StepCost | None:
         """The cost that was measured on this machine before; None if there is none, or it is old or cannot be used.
@@ -73,7 +76,7 @@ class StepCostCache:
 
     def write(self, step_cost: StepCost) -> StepCost:
         """Write a cost to the folder and, if possible, for other workspaces; return it as it will be read."""
-        named = step_cost.model_copy(update={"name": self._name})
+        named = step_cost.model_copy(update=self._labels)
         folder, user_folder = self._folders
         if folder != user_folder:
             write_json(named.model_dump(mode="json"), self.path)
@@ -87,9 +90,10 @@ class StepCostCache:
         try:
             cost = read_step_cost(path)
             age_days = (datetime.date.today() - (cost.measured_on or datetime.date.today())).days
-            if cost.name == self._name and age_days <= MAX_AGE_DAYS:
+            name = self._labels["name"]
+            if cost.name == name and age_days <= MAX_AGE_DAYS:
                 return cost
-            problem = f"{path} has {cost.name!r}, {age_days} days old; expected {self._name!r}, {MAX_AGE_DAYS} or less"
+            problem = f"{path} has {cost.name!r}, {age_days} days old; expected {name!r}, {MAX_AGE_DAYS} or less"
         except ConfigError as error:
             problem = str(error)
         logger.warning("the cost of steps is measured again, because a saved cost cannot be used: %s", problem)

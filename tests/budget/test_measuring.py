@@ -249,6 +249,7 @@ def test_a_cost_is_kept_for_the_same_machine_and_model(tmp_path):
     assert cache.read() is None
     first = cache.write(measure_step_cost(engine, None, TEXT_SOURCES, [2]))
     assert StepCostCache(tmp_path, engine, 0).read() == first
+    assert first.model_id == engine.model_id
     assert read_step_cost(cache.path) == first  # as `decoding.step_cost` is read
     others = [
         StepCostCache(tmp_path, engine, 1000),

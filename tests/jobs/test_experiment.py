@@ -163,12 +163,12 @@ def test_a_step_cost_of_another_model_prices_no_variant(folder, tried):
         update={"decoding": settings.decoding.model_copy(update={"step_cost": None})}))  # fmt: skip
     cost, folder_of_costs = read_step_cost(folder / "cost.yaml"), night.workspace.step_costs_folder
     folder_of_costs.mkdir(exist_ok=True)
-    names = [f"measured 1: {night.manifest.generation.model.id} on a CPU", "measured 2: another-1a2b on a CPU"]
-    for day, name in enumerate(names):
-        path = folder_of_costs / f"{day}.json"
-        path.write_text(cost.model_copy(update={"name": name}).model_dump_json(), encoding="utf-8")
+    model_id = night.manifest.generation.model.id
+    for day, other_id in enumerate([model_id, "another-1a2b", None]):
+        path, name = folder_of_costs / f"{day}.json", f"measured {day}: not {model_id} on a CPU"
+        path.write_text(cost.model_copy(update={"name": name, "model_id": other_id}).model_dump_json())
         os.utime(path, (day, day))
-    assert known_step_cost(measured).name == names[0]
+    assert known_step_cost(measured).model_id == model_id
     (folder_of_costs / "0.json").unlink()
     assert known_step_cost(measured) is None
 
