@@ -119,8 +119,7 @@ def by_step(decoding: DecodingSettings, chosen: ChosenBudget) -> ChosenBudget:
 
     The forecast stays that of the best fixed budget.
     """
-    is_open = decoding.max_draft_tokens is None and decoding.min_acceptance is None and decoding.step_cost is None
-    if decoding.verifier != "greedy" or decoding.engine == "vllm" or not is_open or not decoding.drafters:
+    if not decoding.chooses_by_step or not decoding.drafters:
         return chosen
     budget = Budget(SIZE_KNOTS[-1], MIN_ACCEPTANCES[0], is_by_step=True)
     return ChosenBudget(budget, replace(chosen.forecast, reason="with greedy verification, drafts change no text"))

@@ -119,7 +119,8 @@ class DecodingSettings(Strict):
         ge=0.0,
         le=1.0,
         description="A token is not drafted if the estimated probability that its path is accepted is lower than "
-        "this. null: the value that is fastest, chosen together with max_draft_tokens.",
+        "this. It does not apply to tokens that a model draws for a verifier of samples (leviathan, specinfer, k_seq, "
+        "rsd). null: the value that is fastest, chosen together with max_draft_tokens.",
     )
     step_cost: Path | None = Field(
         default=None,
@@ -227,6 +228,12 @@ class DecodingSettings(Strict):
     def verifier_samples(self) -> bool:
         """Whether the verifier draws samples, for which drafts must stay as they were drawn."""
         return self.verifier not in RULES and verifier_plugin(self.verifier).samples
+
+    @property
+    def chooses_by_step(self) -> bool:
+        """Whether each step chooses how much it verifies: no text depends on that, and nothing is configured."""
+        is_open = self.max_draft_tokens is None and self.min_acceptance is None and self.step_cost is None
+        return is_open and self.verifier == "greedy" and self.engine != "vllm"
 
     @property
     def is_relaxed(self) -> bool:

@@ -9,6 +9,7 @@ from laserbatch.pipeline.validation import Strict
 
 Kind = Literal["medusa", "medusa2", "eagle", "hass", "small"]
 NUM_TEXTS, EPOCHS = 2000, 6
+MAX_TREE = 64  # maximum number of tokens of a draft tree
 
 
 class TrainedOptions(Strict):
@@ -21,15 +22,19 @@ class TrainedOptions(Strict):
         default=None, description="The head in this folder drafts; `laserbatch drafter train` trains one for the model."
     )
     width: int = Field(
-        default=1, ge=1, le=64, description="Each model or head drafts this many alternative tokens at each depth."
+        default=1,
+        ge=1,
+        le=MAX_TREE,
+        description="Each model or head drafts this many alternative tokens at each depth. "
+        "Width times length is at most max_draft_tokens.",
     )
     length: int = Field(
         default=5,
         ge=1,
-        le=64,
+        le=MAX_TREE,
         description="Each model or head drafts this many tokens ahead; each costs one forward pass of the draft model.",
     )
-    branching: tuple[Annotated[int, Field(ge=1, le=64)], ...] = Field(
+    branching: tuple[Annotated[int, Field(ge=1, le=MAX_TREE)], ...] = Field(
         default=(),
         description="With verifier rsd, a draft has this many tokens after each node of depth 0, 1, ... (RSD-C). This "
         "replaces width and length.",

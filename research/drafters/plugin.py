@@ -1,8 +1,12 @@
 """The drafter `trained` of the configuration: small models and a head that were trained to draft for the model."""
 
+from itertools import accumulate
+
 from laserbatch.pipeline.decoding.plugins import DrafterPlugin, LoadedDrafter
 from laserbatch.pipeline.decoding.settings import Budget
-from laserbatch.research.drafters.options import TrainedOptions
+from laserbatch.research.drafters.options import MAX_TREE, TrainedOptions
+
+USUAL = TrainedOptions()  # a smaller limit shortens these drafts
 
 
 class TrainedPlugin(DrafterPlugin):
@@ -18,11 +22,21 @@ class TrainedPlugin(DrafterPlugin):
             raise ValueError(
                 f"drafter_options.trained.branching is for verifier rsd, not {decoding.verifier}: set width instead"
             )
-        limit = Budget.of(decoding).max_draft_tokens
-        if options.branching and 0 < limit < options.branching[0]:
+        if options.width > 1 and decoding.verifier == "leviathan":
             raise ValueError(
-                f"drafter_options.trained.branching starts with {options.branching[0]} tokens, but a draft has at most "
-                f"{limit}: lower it, or raise max_draft_tokens"
+                f"drafter_options.trained.width is {options.width}, but verifier leviathan judges one token at each "
+                "depth: leave width out, or set `verifier: specinfer`"
+            )
+        limit = MAX_TREE if decoding.chooses_by_step else Budget.of(decoding).max_draft_tokens
+        name, num_tokens = "width times length", options.width * options.length
+        if options.branching:
+            name, num_tokens = "branching", sum(accumulate(options.branching, int.__mul__))
+        is_usual = name != "branching" and (options.width, options.length) == (USUAL.width, USUAL.length)
+        if 0 < limit < num_tokens and not is_usual:
+            advice = f", or set max_draft_tokens: {num_tokens}" if num_tokens <= MAX_TREE else ""
+            raise ValueError(
+                f"drafter_options.trained: a draft by {name} has {num_tokens} tokens, but a draft has at most {limit}: "
+                f"lower {name}{advice}"
             )
 
     def load(self, options: TrainedOptions, decoding, target) -> LoadedDrafter:

@@ -283,7 +283,15 @@ def path_of(tree: TokenTree, node: int) -> tuple[int, ...]:
         (trained(models=["a"], branching=[0]), r"branching\.0: Input should be greater than or equal to 1"),
         (
             {"verifier": "rsd", "temperature": 1} | trained(models=["a"], branching=[20]),
-            "branching starts with 20 tokens, but a draft has at most 16: lower it, or raise max_draft_tokens",
+            "by branching has 20 tokens, but a draft has at most 16: lower branching, or set max_draft_tokens: 20",
+        ),
+        ({"verifier": "rsd", "temperature": 1} | trained(models=["a"], branching=[4, 2, 2]), "branching has 28 tokens"),
+        (trained(models=["a"], width=4), "width times length has 20 tokens, .* or set max_draft_tokens: 20"),
+        (trained(models=["a"], width=64, length=2), "has 128 tokens, but a draft has at most 16: lower width"),
+        ({"verifier": "greedy"} | trained(models=["a"], width=13), "has 65 tokens, but a draft has at most 64"),
+        (
+            {"verifier": "leviathan", "temperature": 1} | trained(models=["a"], width=2),
+            "width is 2, but verifier leviathan judges one token at each depth",
         ),
         (trained(), "trained has neither models nor a head"),
         (trained(modles=["a"]), "trained: modles: no such key; did you mean 'models'"),
