@@ -19,9 +19,11 @@ from laserbatch.pipeline.decoding.model.folder import (
     read_config,
     stored_dtype,
 )
+from laserbatch.pipeline.decoding.plugins import drafter_plugin
 from laserbatch.pipeline.distributed.cluster import Node, worker_layout
 from laserbatch.pipeline.distributed.settings import usable_cores
 from laserbatch.pipeline.engine_choice import choose_engine, vllm_advice
+from laserbatch.pipeline.errors import ModelError
 from laserbatch.pipeline.gpus import num_gpus
 from laserbatch.pipeline.plugins import path_fields
 
@@ -123,15 +125,21 @@ def check_model(settings: Settings) -> Iterator[CheckResult]:
 
 
 def check_drafters(settings: Settings) -> Iterator[CheckResult]:
-    """Check that files and folders of plug-in drafters are there."""
+    """Check that files and folders of plug-in drafters are there, are whole and fit the model."""
     for name in settings.decoding.plugin_drafters:
-        options = settings.decoding.options_of(name)
+        options, is_there = settings.decoding.options_of(name), True
         for key in path_fields(type(options)):
             value = getattr(options, key)
             for path in value if isinstance(value, tuple) else filter(None, (value,)):
                 if not path.exists():
+                    is_there = False
                     text = f"decoding.drafter_options.{name}.{key} names {path}, which is not there"
                     yield CheckResult("drafters", "fault", text, "Correct the path, or leave the drafter out")
+        if is_there:
+            try:
+                drafter_plugin(name).check_files(options, settings.decoding, settings.model_dir)
+            except ModelError as error:
+                yield CheckResult("drafters", "fault", str(error))
 
 
 def check_memory(settings: Settings) -> Iterator[CheckResult]:

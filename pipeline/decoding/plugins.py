@@ -6,6 +6,7 @@ signatures below `decoding` is a `DecodingSettings`, `target` a `LoadedModel`; s
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from laserbatch.pipeline.plugins import UnknownPlugin, load_plugin
@@ -49,6 +50,10 @@ class DrafterPlugin:
 
     def check(self, options: Any, decoding: Any) -> None:
         """Raise ValueError if its options and those of decoding contradict each other."""
+
+    def check_files(self, options: Any, decoding: Any, model_dir: Path) -> None:
+        """Raise ModelError if the files that it reads are damaged, or do not fit the model in `model_dir`; no weight is
+        loaded."""
 
     def load(self, options: Any, decoding: Any, target: Any) -> LoadedDrafter:
         """Load the models that it drafts with. Raises ModelError: one cannot be read, or does not fit the target."""

@@ -1,7 +1,10 @@
 """The draft models of a target in memory: small models and a trained head."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -9,14 +12,16 @@ import torch
 from laserbatch.pipeline.decoding.batch import Feed
 from laserbatch.pipeline.decoding.device_memory import to_device
 from laserbatch.pipeline.decoding.drafters.drafter import Drafter
-from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
+from laserbatch.pipeline.decoding.model.described_weights import require_described_weights
+from laserbatch.pipeline.decoding.model.folder import load_tokenizer, model_identity, require_whole_files
+from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model, packable_config
 from laserbatch.pipeline.decoding.sequence import DecodingSequence
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.pipeline.errors import ModelError
 from laserbatch.research.drafters.model_drafter import CachedModel, DraftModel, ModelDrafter, TreeShape
 from laserbatch.research.drafters.options import TrainedOptions
-from laserbatch.research.drafters.trained import DrafterCard, TrainedHead, read_card
+from laserbatch.research.drafters.trained import DrafterCard, TrainedHead, read_card, require_head
 from laserbatch.research.drafters.tree_shapes import Beams, Branching, Chains, StochasticBeams
 from laserbatch.retrieval_pools.sources import SOURCE_HEAD, SOURCE_MODEL
 
@@ -66,15 +71,10 @@ class DraftModels:
         """Load the configured models. Raises ModelError if one cannot be read, or has another tokenizer."""
         small = []
         for folder in options.models:
-            try:
+            with _of_models():
                 loaded = load_model(folder, dtype, str(target.device))
-            except ModelError as error:
-                raise ModelError(f"drafter_options.trained.models: {error}") from None
-            if loaded.vocab_size != target.vocab_size or vocabulary_of(loaded) != vocabulary_of(target):
-                raise ModelError(
-                    f"drafter_options.trained.models: {folder} has another vocabulary ({loaded.vocab_size} tokens) "
-                    f"than {target.model_id} ({target.vocab_size}): use a draft model with the target's tokenizer"
-                )
+                pairs = (loaded.tokenizer, loaded.vocab_size), (target.tokenizer, target.vocab_size)
+                require_same_vocabulary(folder, target.model_id, *pairs)
             small.append(loaded)
         head = None if options.head is None else TrainedHead(options.head, target)
         return cls(tuple(small), tuple(map(read_card, options.models)), head, options)
@@ -101,9 +101,39 @@ class DraftModels:
         return [ModelDrafter(models, shape, decoding.temperature, source) for models, source in groups]
 
 
-def vocabulary_of(loaded: LoadedModel) -> dict[str, int] | None:
-    """The vocabulary of the model's tokenizer; None without a tokenizer."""
-    return None if loaded.tokenizer is None else loaded.tokenizer.get_vocab()
+def require_fitting(options: TrainedOptions, model_dir: Path, adapter: str | None) -> None:
+    """Raise ModelError if a configured folder is damaged or does not fit the model; no weight is read."""
+    model_id, target = model_identity(model_dir, adapter), load_tokenizer(model_dir, adapter)
+    num_rows = require_described_weights(model_dir)
+    for folder in options.models:
+        with _of_models():
+            require_whole_files(folder)
+            packable_config(folder)
+            pair = load_tokenizer(folder), require_described_weights(folder)
+            require_same_vocabulary(folder, model_id, pair, (target, num_rows))
+            read_card(folder)
+    if options.head is not None:
+        require_head(options.head, model_id, packable_config(model_dir).get_text_config().hidden_size)
+
+
+def require_same_vocabulary(folder: Path, target_id: str, *pairs: tuple) -> None:
+    """Raise ModelError if draft model and target, each a tokenizer and its number of rows, have other vocabularies."""
+    (vocabulary, num_rows), (of_target, num_of_target) = (
+        (None if tokenizer is None else tokenizer.get_vocab(), num_rows) for tokenizer, num_rows in pairs
+    )
+    if num_rows != num_of_target or vocabulary != of_target:
+        raise ModelError(
+            f"{folder} has another vocabulary ({num_rows} tokens) than {target_id} ({num_of_target}): use a draft "
+            "model with the target's tokenizer"
+        )
+
+
+@contextmanager
+def _of_models() -> Iterator[None]:
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"drafter_options.trained.models: {error}") from None
 
 
 def shape_of(options: TrainedOptions, verifier: str, budget: Budget) -> TreeShape:

@@ -39,6 +39,11 @@ class TrainedPlugin(DrafterPlugin):
                 f"lower {name}{advice}"
             )
 
+    def check_files(self, options: TrainedOptions, decoding, model_dir) -> None:
+        from laserbatch.research.drafters.draft_models import require_fitting
+
+        require_fitting(options, model_dir, decoding.adapter)
+
     def load(self, options: TrainedOptions, decoding, target) -> LoadedDrafter:
         from laserbatch.research.drafters.draft_models import DraftModels
 

@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Annotated, Literal, cast
 
 import numpy as np
+import torch
 from pydantic import Field, ValidationError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig
@@ -58,29 +60,42 @@ def read_card(folder: Path) -> DrafterCard | None:
     if not path.is_file():
         return None
     try:
-        return DrafterCard.model_validate_json(path.read_text(encoding="utf-8"))
+        return DrafterCard.model_validate_json(path.read_bytes())
     except ValidationError as error:
         raise ModelError(f"{path}: {explain(error, DrafterCard)}; train it again") from None
 
 
+def require_head(folder: Path, model_id: str, hidden_size: int) -> DrafterCard:
+    """The card of a head. Raises ModelError if the folder has no head, a damaged head, or a head for another model."""
+    card, path = read_card(folder), folder / WEIGHTS_NAME
+    if card is None or card.kind == "small":
+        reason = "is a small model: name it in trained.models" if card else f"has no {CARD_NAME}: train a head"
+        raise ModelError(f"trained.head {folder} {reason} (`laserbatch drafter train` makes heads)")
+    if card.target != model_id:
+        raise ModelError(
+            f"trained.head {folder} was trained for {card.target}, but the model is {model_id}: train a head"
+        )
+    with torch.device("meta"):
+        expected = {name: list(each.shape) for name, each in new_head(card, hidden_size).state_dict().items()}
+    try:
+        with safe_open(path, "pt") as opened:
+            shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} cannot be read ({first_line(error)}); train it again") from error
+    if wrong := [name for name in sorted({*expected, *shapes}) if expected.get(name) != shapes.get(name)]:
+        found, fits = (tensors.get(wrong[0], "no such tensor") for tensors in (shapes, expected))
+        raise ModelError(f"{path}: {wrong[0]} has the shape {found}, expected {fits} for {model_id}; train it again")
+    return card
+
+
 class TrainedHead:
-    """A head in memory. Raises ModelError if the folder has no head, or a head for another model."""
+    """A head in memory. Raises ModelError as `require_head` does."""
 
     def __init__(self, folder: Path, target: LoadedModel) -> None:
-        card = read_card(folder)
-        if card is None or card.kind == "small":
-            reason = "is a small model: name it in trained.models" if card else f"has no {CARD_NAME}: train a head"
-            raise ModelError(f"trained.head {folder} {reason} (`laserbatch drafter train` makes heads)")
-        if card.target != target.model_id:
-            raise ModelError(
-                f"trained.head {folder} was trained for {card.target}, but the model is {target.model_id}: train a head"
-            )
-        self.card, self._target = card, target
-        self._head = new_head(card, target.model.config.get_text_config().hidden_size)
-        try:
-            self._head.load_state_dict(load_file(folder / WEIGHTS_NAME))
-        except (OSError, RuntimeError) as error:
-            raise ModelError(f"{folder / WEIGHTS_NAME}: {first_line(error)}; train it again") from error
+        hidden_size = target.model.config.get_text_config().hidden_size
+        self.card, self._target = require_head(folder, target.model_id, hidden_size), target
+        self._head = new_head(self.card, hidden_size)
+        self._head.load_state_dict(load_file(folder / WEIGHTS_NAME))
         self._embed = cast("nn.Embedding", target.model.get_input_embeddings())
         weight = self._embed.weight
         self._head.to(device=weight.device, dtype=weight.dtype).eval().requires_grad_(False)

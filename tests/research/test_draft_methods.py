@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+import re
+import shutil
 from functools import cache
 from itertools import pairwise
 
@@ -11,7 +13,8 @@ import torch
 from tiny_models import VOCAB, plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 from trained_drafters import drafter_of, trained
 
-from laserbatch.jobs.settings import PACKAGE_ROOT
+from laserbatch.jobs.checks.model import check_drafters
+from laserbatch.jobs.settings import PACKAGE_ROOT, Settings
 from laserbatch.pipeline.decoding import engine as engine_module
 from laserbatch.pipeline.decoding.drafters import Drafter, drafter_from
 from laserbatch.pipeline.decoding.drafters.blended import BlendedDrafter, blend
@@ -308,6 +311,31 @@ def test_a_draft_model_that_is_not_there_is_refused_by_its_option(tmp_path):
     settings = DecodingSettings(**trained(models=[tmp_path / "small"]))
     with pytest.raises(ModelError, match=r"drafter_options\.trained\.models: there is no model folder .*small; give"):
         drafter_plugin("trained").load(settings.options_of("trained"), settings, ONE_MODEL[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "problem"),
+    [
+        ("model.safetensors", lambda data: data[:-1], r"model\.safetensors is damaged \("),
+        ("config.json", lambda data: data.replace(b'"llama"', b'"no_such_model"'), "describes no model that this"),
+        (
+            "config.json",
+            lambda data: data.replace(b'"num_hidden_layers": ', b'"num_hidden_layers": 1'),
+            "weights in .* lack",
+        ),
+        ("tokenizer.json", lambda data: data.replace(b"<|system|>", b"<|systems|>"), "another vocabulary"),
+        ("tokenizer.json", None, "has no tokenizer"),
+    ],
+)
+def test_doctor_names_a_draft_model_that_nights_would_refuse(name, spoil, problem, tmp_path):
+    folder = shutil.copytree(SAMPLE_MODEL, tmp_path / "small")
+    settings = Settings(decoding=DecodingSettings(**trained(models=[folder])))
+    assert list(check_drafters(settings)) == []
+    data = (folder / name).read_bytes()
+    assert spoil is None or spoil(data) != data
+    (folder / name).unlink() if spoil is None else (folder / name).write_bytes(spoil(data))
+    (result,) = check_drafters(settings)
+    assert result.level == "fault" and re.search(f"drafter_options.trained.models: .*{problem}", result.found)
 
 
 def test_the_cache_of_a_worker_leaves_room_for_those_of_its_draft_models(monkeypatch, tmp_path):

@@ -155,8 +155,12 @@ def test_folders_that_do_not_fit_are_refused(tmp_path):
         TrainedHead(written_head(tmp_path / "other", "eagle", "another"), loaded)
     folder = written_head(tmp_path / "cut", "medusa")
     save_file({"blocks.0.weight": torch.zeros(2, 2)}, folder / WEIGHTS_NAME)
-    with pytest.raises(ModelError, match=r"model\.safetensors: .*; train it again"):
+    with pytest.raises(ModelError, match=r"model\.safetensors: blocks\.0\.bias has the shape no .*; train it again"):
         TrainedHead(folder, loaded)
+    damaged = written_head(tmp_path / "damaged", "eagle") / WEIGHTS_NAME
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read .*; train it again"):
+        TrainedHead(damaged.parent, loaded)
     (folder / CARD_NAME).write_text('{"kind": "guess", "target": "unnamed"}')
     with pytest.raises(ModelError, match=r"drafter\.json: kind.*; train it again"):
         TrainedHead(folder, loaded)

@@ -44,6 +44,8 @@ from laserbatch.pipeline.errors import ModelError, first_line
 
 logger = logging.getLogger(__name__)
 
+LOCAL = {"local_files_only": True, "trust_remote_code": False}
+
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -85,15 +87,7 @@ def load_model(
     target = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     if target.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"device {device!r} was requested, but torch finds no CUDA device; use device cpu or auto")
-    local = {"local_files_only": True, "trust_remote_code": False}
-    try:
-        config = AutoConfig.from_pretrained(path, **local)
-    except Exception as error:  # transformers may raise anything
-        raise ModelError(
-            f"{path}/config.json describes no model that this version of transformers can make "
-            f"({' '.join(str(error).split())[:200]}); models that bring their own code are not run"
-        ) from error
-    refuse_by_config(config)
+    config = packable_config(path)
     quantization = quantization_of(config)
     if adapter is not None and quantization is not None:
         raise ModelError(
@@ -110,9 +104,9 @@ def load_model(
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
             path, dtype=weights_dtype, attn_implementation="eager", use_safetensors=True, output_loading_info=True,
-            ignore_mismatched_sizes=True, **placed, **local,
+            ignore_mismatched_sizes=True, **placed, **LOCAL,
         )  # fmt: skip
-    except Exception as error:  # likewise
+    except Exception as error:  # transformers may raise anything
         advice = "" if quantization is None else (
             f"; they are quantised with {quantization}: install its library (the extra `quantized` has torchao and "
             "compressed-tensors), or use the unquantised checkpoint"
@@ -126,6 +120,22 @@ def load_model(
     if warning := require_token_rows(path, tokenizer, num_rows):
         logger.warning("%s", warning)
     return replace(prepare_model(model, tokenizer, model_id), dtype_reason=choice.reason)
+
+
+def packable_config(folder: Path):
+    """The configuration of a model folder, as transformers reads it.
+
+    Raises ModelError: transformers does not know the model, or its attention cannot be packed.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, **LOCAL)
+    except Exception as error:  # transformers may raise anything
+        raise ModelError(
+            f"{folder}/config.json describes no model that this version of transformers can make "
+            f"({' '.join(str(error).split())[:200]}); models that bring their own code are not run"
+        ) from error
+    refuse_by_config(config)
+    return config
 
 
 def prepare_model(model, tokenizer=None, model_id: str = "unnamed") -> LoadedModel:
