@@ -87,7 +87,12 @@ class DraftModels:
 
     def drafters(self, decoding: DecodingSettings, budget: Budget, max_tokens: int) -> list[Drafter]:
         """A drafter for each model; a verifier of sampled drafts gets one for all small models and one for the head."""
-        limits, shape = (decoding.batch_size, max_tokens), shape_of(self.options, decoding.verifier, budget)
+        limits, options = (decoding.batch_size, max_tokens), self.options
+        if decoding.verifier_samples and self.head is not None and (depth := self.head.card.num_heads):
+            # Below its last head Medusa has no distribution to draw from.
+            shorter = {"length": min(options.length, depth), "branching": options.branching[:depth]}
+            options = options.model_copy(update=shorter)
+        shape = shape_of(options, decoding.verifier, budget)
         small: list[DraftModel] = [
             SmallModel(loaded, *limits, card and card.log_acceptance, decoding.attention)
             for loaded, card in zip(self.small, self.cards, strict=True)

@@ -147,6 +147,17 @@ def slow_eagle(head: EagleHead, context: np.ndarray, num_prompt: int, path: list
     return torch.log_softmax(MODEL.lm_head(last[0]), -1)
 
 
+def test_drafts_that_medusa_samples_end_at_its_last_head(tmp_path):
+    drafted = trained(head=written_head(tmp_path, "medusa"), length=8)
+    settings = DecodingSettings(verifier="leviathan", temperature=1.0, **drafted)
+    engine, drafter = engine_of_loaded(prepare_model(copy.deepcopy(MODEL)), settings)
+    depths = []
+    draft_all = drafter.draft_all
+    drafter.draft_all = lambda *each: depths.append((trees := draft_all(*each)).depths.max(initial=0)) or trees
+    list(engine.generate(requests_for(PROMPTS, MAX_NEW), drafter))
+    assert max(depths) == 3
+
+
 def test_folders_that_do_not_fit_are_refused(tmp_path):
     loaded = prepare_model(copy.deepcopy(MODEL))
     with pytest.raises(ModelError, match=r"has no drafter\.json: train a head"):
