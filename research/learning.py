@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.errors import ConfigError, ModelError, first_line
 from laserbatch.pipeline.storage.atomic import atomic_path, leftovers
 
 logger = logging.getLogger("laserbatch")
@@ -135,6 +135,15 @@ def drop_files(folder: Path, *names: str) -> None:
     unfinished = (path for path in leftovers(folder) if path.name.startswith(tuple(f".{name}." for name in names)))
     for path in (*(folder / name for name in names), *unfinished):
         path.unlink(missing_ok=True)
+
+
+def trained_shapes(path: Path) -> dict[str, list[int]]:
+    """The shapes of the tensors of a trained model, by name. Raises ModelError if its file is missing or damaged."""
+    try:
+        with safe_open(path, "pt") as opened:
+            return {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} cannot be read ({first_line(error)}); train it again") from error
 
 
 def read_facts(path: Path) -> dict:

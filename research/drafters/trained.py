@@ -6,7 +6,6 @@ from typing import Annotated, Literal, cast
 import numpy as np
 import torch
 from pydantic import Field, ValidationError
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig
@@ -14,11 +13,12 @@ from transformers import LlamaConfig
 from laserbatch.pipeline.decoding.device_memory import cache_bytes_per_token
 from laserbatch.pipeline.decoding.model.load import LoadedModel
 from laserbatch.pipeline.decoding.model.output_head import OutputHead
-from laserbatch.pipeline.errors import ModelError, first_line
+from laserbatch.pipeline.errors import ModelError
 from laserbatch.pipeline.validation import Strict, explain
 from laserbatch.research.drafters.eagle import EagleHead, EagleModel
 from laserbatch.research.drafters.medusa import MedusaHeads, MedusaModel
 from laserbatch.research.drafters.model_drafter import DraftModel
+from laserbatch.research.learning import trained_shapes
 
 CARD_NAME, WEIGHTS_NAME = "drafter.json", "model.safetensors"
 CONFIDENCES = tuple(k / 10 for k in range(11))  # the points of acceptance curves
@@ -77,11 +77,7 @@ def require_head(folder: Path, model_id: str, hidden_size: int) -> DrafterCard:
         )
     with torch.device("meta"):
         expected = {name: list(each.shape) for name, each in new_head(card, hidden_size).state_dict().items()}
-    try:
-        with safe_open(path, "pt") as opened:
-            shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} cannot be read ({first_line(error)}); train it again") from error
+    shapes = trained_shapes(path)
     if wrong := [name for name in sorted({*expected, *shapes}) if expected.get(name) != shapes.get(name)]:
         found, fits = (tensors.get(wrong[0], "no such tensor") for tensors in (shapes, expected))
         raise ModelError(f"{path}: {wrong[0]} has the shape {found}, expected {fits} for {model_id}; train it again")

@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 from pydantic import ValidationError
 
+from laserbatch.pipeline.decoding.model.folder import read_config
 from laserbatch.pipeline.errors import ModelError
 from laserbatch.pipeline.storage.atomic import read_json, sha256_file
 from laserbatch.pipeline.validation import Strict, explain
+from laserbatch.research.learning import trained_shapes
 from laserbatch.research.recommending.codes import ItemCodes, read_codes
 
 CARD_NAME, CODES_NAME, WEIGHTS_NAME = "recommender.json", "item_codes.parquet", "model.safetensors"
@@ -99,6 +101,8 @@ def known_recommender(folder: Path) -> KnownRecommender:
         card = RecommenderCard.model_validate(read_json(path))
     except ValidationError as error:
         raise ModelError(f"{path}: {explain(error, RecommenderCard)}; train it again") from None
+    trained_shapes(weights)
+    read_config(folder)
     return KnownRecommender(card, f"{folder.resolve().name}-{sha256_file(weights)[:12]}")
 
 

@@ -195,6 +195,10 @@ def test_what_does_not_fit_is_refused(world, tmp_path):
     )
     with pytest.raises(ModelError, match="another vocabulary of codes"):
         load_recommender(tmp_path / "other").require_drafts_for(target)
+    weights = tmp_path / "other" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read .*; train it again"):
+        load_recommender(tmp_path / "other")
     with pytest.raises(ModelError, match="holds no recommender"):
         load_recommender(tmp_path)
     with pytest.raises(ConfigError, match="3 users with two or more items that have codes are too few"):
