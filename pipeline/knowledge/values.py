@@ -20,6 +20,7 @@ from laserbatch.pipeline.knowledge.templates import Columns
 
 SMALLEST_PLAIN, LARGEST_PLAIN = 1e-12, 1e21  # numbers beyond these are written with an exponent
 PATH, SET = " > ", ", "
+MAX_COMPOSED = 8  # more than the characters that NFC makes one: 4 at most, such as a vowel with three marks
 SUBSECOND_DIGITS = {"s": 0, "ms": 3, "us": 6, "ns": 9}
 YES_OR_NO = frozenset(("yes", "no", "true", "false"))  # mean nothing without their column's name
 _QUOTED = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
@@ -38,7 +39,7 @@ def value_text(value: object, columns: Columns, name: str) -> str | None:
         value = time_text(str(value.astimezone(datetime.UTC).replace(tzinfo=None) if is_aware else value))
     parts = value if isinstance(value, list | tuple) else _listed(value)
     if parts is not None:
-        value = list_text(parts, is_path=name in columns.paths)
+        value = list_text(parts, name in columns.paths, columns.max_value_chars)
     return None if value is None else plain_text(str(value), columns.max_value_chars) or None
 
 
@@ -75,10 +76,13 @@ def time_text(text: str) -> str:
     return text.removesuffix(" 00:00:00")
 
 
-def list_text(parts: Iterable[object], is_path: bool) -> str:
-    """A path in its order; any other list as a sorted set, since exporters write a set in varying order."""
+def list_text(parts: Iterable[object], is_path: bool, max_chars: int) -> str:
+    """A path in its order; any other list as a sorted set, since exporters write a set in varying order.
+
+    Of each part, at least the first `max_chars` are there.
+    """
     between = PATH if is_path else SET
-    texts = (" ".join(unicodedata.normalize("NFC", str(part)).split()) for part in parts if part is not None)
+    texts = (_in_one_line(str(part), max_chars) for part in parts if part is not None)
     # Quotes keep one part with a comma apart from two parts.
     texts = [json.dumps(text, ensure_ascii=False) if between.strip() in text or text[0] == '"' else text
              for text in texts if text]  # fmt: skip
@@ -87,8 +91,16 @@ def list_text(parts: Iterable[object], is_path: bool) -> str:
 
 def plain_text(text: str, max_chars: int) -> str:
     """One line in NFC, of at most `max_chars`: a value cannot begin a new line and so pass for another value."""
-    text = " ".join(unicodedata.normalize("NFC", text).split())
+    text = _in_one_line(text, max_chars)
     return text if len(text) <= max_chars else text[: max_chars - 1].rstrip() + "…"
+
+
+def _in_one_line(text: str, max_chars: int) -> str:
+    """The text in one line and in NFC, or its beginning, of more than `max_chars`.
+
+    Time to normalise grows with the square of a run of combining marks: a million take a quarter of an hour.
+    """
+    return unicodedata.normalize("NFC", " ".join(text.split())[: MAX_COMPOSED * (max_chars + 1)])
 
 
 def python_values(values: pa.Array) -> list[object]:

@@ -1,6 +1,8 @@
 """Values in prompts look the same for all storage types, and differ if the values differ."""
 
 import datetime
+import time
+import unicodedata
 from decimal import Decimal
 
 import numpy as np
@@ -147,6 +149,15 @@ def test_a_yes_or_no_of_an_item_has_its_column_s_name_in_histories_however_it_is
 def test_a_change_behind_the_cut_changes_no_prompt():
     first, second = (value_text("x" * 300 + end, AttributeLines(max_value_chars=100), "x") for end in "ab")
     assert first == second and len(first) == 100
+
+
+@pytest.mark.parametrize("as_stored", ["{}", ["{}"], "['{}']"], ids=("text", "list", "listed"))
+def test_a_value_of_very_many_combining_marks_is_not_normalised_whole(as_stored):
+    start_s, value = time.process_time(), "e\u0301" * 90 + " " + "\u0301\u0323" * 100_000
+    value = [value] if isinstance(as_stored, list) else as_stored.format(value)
+    text = value_text(value, AttributeLines(max_value_chars=100), "x")
+    assert time.process_time() - start_s < 2  # the whole takes 40 seconds
+    assert len(text) == 100 and text.startswith("é" * 90 + " ") and unicodedata.is_normalized("NFC", text)
 
 
 def test_paths_of_the_configuration_reach_both_blocks_and_change_no_fingerprint_of_the_template():
