@@ -1,6 +1,6 @@
 """The columns of a table's files in plain types, without the rows of entities created after a day."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +20,10 @@ from laserbatch.pipeline.tables.times import in_unit, require_units
 from laserbatch.retrieval_pools.ids import MAX_BYTES
 from laserbatch.retrieval_pools.mapped import MappedFiles
 
+BYTES_AT_ONCE = 32 * 1024 * 1024  # of columns that are read together, so that a file is not opened for each
+MAX_BLOCKS = 64  # of columns that are read together; each is a mapped file, and a process may have 1,024 files open
+MIN_VALUE_BYTES = 16  # of a value in memory, whose encoded form may be smaller
+
 
 @dataclass(frozen=True)
 class OpenPart:
@@ -31,13 +35,17 @@ class OpenPart:
     units: dict[str, str]  # by column, of integer times other than seconds
     mask: pa.Array | None = None
 
-    def read(self, name: str) -> pa.ChunkedArray:
-        """The rows of a column that are read, with times in their unit; nulls if the file does not have it."""
-        if name not in self.schema.names:
-            return pa.chunked_array([pa.nulls(self.metadata.num_rows if self.mask is None else self.mask.true_count)])
+    def read(self, names: Sequence[str]) -> dict[str, pa.ChunkedArray]:
+        """The rows of columns that are read, with times in their unit; nulls if the file does not have the column."""
+        num_rows, columns = self.metadata.num_rows if self.mask is None else self.mask.true_count, {}
         with self.file.open(self.metadata) as opened:
-            values = in_unit(opened.read(name), self.units.get(name, "s"))
-        return values if self.mask is None else values.filter(self.mask)
+            for name in names:
+                if self.schema.get_field_index(name) < 0:
+                    columns[name] = pa.chunked_array([pa.nulls(num_rows)])
+                    continue
+                values = in_unit(opened.read(name), self.units.get(name, "s"))
+                columns[name] = values if self.mask is None else values.filter(self.mask)
+        return columns
 
     def batches(self, names: Collection[str], batch_size: int = BATCH_ROWS) -> Iterator[dict[str, pa.Array]]:
         """All rows of the file, whatever the mask, with the columns in `names` that it has."""
@@ -69,7 +77,7 @@ def _cut(part: OpenPart, table: str, cutoff: pa.Scalar | None) -> OpenPart:
     if cutoff is None or CREATED_AT not in part.schema.names or pt.is_null(part.schema.field(CREATED_AT).type):
         return part
     with naming_file(table, part.file.path):
-        times = part.read(CREATED_AT)
+        times = part.read([CREATED_AT])[CREATED_AT]
         require_times(table, part, CREATED_AT, times)
         is_read = pc.fill_null(pc.less(times, time_scalar(cutoff, times.type)), True)
         return part if pc.all(is_read, min_count=0).as_py() else replace(part, mask=is_read.combine_chunks())
@@ -80,26 +88,53 @@ def require_times(table: str, part: OpenPart, column: str, values: pa.ChunkedArr
     if pt.is_integer(values.type):
         ends = pa.array([*pc.min_max(values).as_py().values()], values.type)
         if pc.any(IN_RANGE.broken(ends)).as_py():
-            findings, of_file = Findings(), replace(part, mask=None).read(column).combine_chunks()
-            IN_RANGE.check(table, column, shown_path(part.file.path), 0, of_file, findings)
+            findings, of_file = Findings(), replace(part, mask=None).read([column])[column]
+            IN_RANGE.check(table, column, shown_path(part.file.path), 0, of_file.combine_chunks(), findings)
             raise FaultyTable(findings.to_list()[0])
 
 
-def read_column(parts: list[OpenPart], table: str, name: str) -> pa.ChunkedArray:
-    """A column of all files in its plain type; text if no file has a value."""
-    values = []
-    for part in parts:
-        with naming_file(table, part.file.path):
-            read = part.read(name)
-            if role_of(table, name) in (TIME, CREATED):
-                require_times(table, part, name, read)
-            values.append(pa.table({name: (role_of(table, name) or ATTRIBUTE).plain(read)}))
+def read_columns(parts: list[OpenPart], table: str, names: Sequence[str]) -> pa.Table:
+    """Some columns of all files in their plain types; text if no file has a value."""
+    of_parts = [_read_part(part, table, names) for part in parts]
     with files_alike(table):
-        kind = pa.unify_schemas([part.schema for part in values], promote_options="permissive").field(name).type
-        values = [part.set_column(0, name, widened(part[name], kind)) for part in values]
-        column = pa.concat_tables(values, promote_options="permissive")[name]
+        schema = pa.unify_schemas([part.schema for part in of_parts], promote_options="permissive")
+        kinds = schema.types
+        of_parts = [pa.table(list(map(widened, part.columns, kinds)), names=list(names)) for part in of_parts]
+        columns = pa.concat_tables(of_parts, promote_options="permissive").columns
     # Only now: a column without any value in one file takes its type from the others.
-    return column.cast(pa.string()) if pt.is_null(column.type) else column
+    columns = [column.cast(pa.string()) if pt.is_null(column.type) else column for column in columns]
+    return pa.table(columns, names=list(names))
+
+
+def _read_part(part: OpenPart, table: str, names: Sequence[str]) -> pa.Table:
+    with naming_file(table, part.file.path):
+        columns = part.read(names)
+        for name, values in columns.items():
+            role = role_of(table, name) or ATTRIBUTE
+            if role in (TIME, CREATED):
+                require_times(table, part, name, values)
+            columns[name] = role.plain(values)
+    return pa.table(columns)
+
+
+def _blocks(parts: list[OpenPart], names: Sequence[str]) -> Iterator[list[str]]:
+    """Columns that are read together: about `BYTES_AT_ONCE`, or more if there would be more than `MAX_BLOCKS`."""
+    num_bytes = dict.fromkeys(names, MIN_VALUE_BYTES * sum(part.metadata.num_rows for part in parts))
+    for part in parts:
+        for group in map(part.metadata.row_group, range(part.metadata.num_row_groups)):
+            for column in map(group.column, range(group.num_columns)):
+                path = column.path_in_schema  # of a list `name.list.element`
+                name = path if path in num_bytes else path.partition(".")[0]
+                if name in num_bytes:
+                    num_bytes[name] += column.total_uncompressed_size
+    at_once, block, filled = max(BYTES_AT_ONCE, 2 * sum(num_bytes.values()) // MAX_BLOCKS), list[str](), 0
+    for name in names:
+        if block and filled + num_bytes[name] > at_once:
+            yield block
+            block, filled = [], 0
+        block.append(name)
+        filled += num_bytes[name]
+    yield block
 
 
 @contextmanager
@@ -120,18 +155,18 @@ def read_table(path: Path, name: str, cutoff: pa.Scalar | None, files: MappedFil
     """
     parts = [_cut(part, name, cutoff) for part in open_parts(path, name)]
     columns = {}
-    for column in names_in(parts, lambda column: role_of(name, column) is not None):
-        values = pa.table({column: _in_one_chunk(read_column(parts, name, column))})
-        columns[column] = (values if files is None else files.table(values))[column]
+    for block in _blocks(parts, names_in(parts, lambda column: role_of(name, column) is not None)):
+        values = _in_one_chunk(read_columns(parts, name, block))
+        values = values if files is None else files.table(values)
+        columns |= dict(zip(block, values.columns, strict=True))
         del values
         pa.default_memory_pool().release_unused()
     return pa.table(columns)
 
 
-def _in_one_chunk(values: pa.ChunkedArray) -> pa.Array:
-    if values.nbytes > MAX_BYTES:
-        values = values.cast(_large(values.type))
-    return values.combine_chunks()
+def _in_one_chunk(columns: pa.Table) -> pa.Table:
+    large = (column.cast(_large(column.type)) if column.nbytes > MAX_BYTES else column for column in columns.columns)
+    return pa.table([column.combine_chunks() for column in large], names=columns.column_names)
 
 
 def _large(kind: pa.DataType) -> pa.DataType:

@@ -93,8 +93,9 @@ class PartFile:
     def __init__(self, part: TablePart, file: pq.ParquetFile) -> None:
         self._part, self._file = part, file
         self.metadata: pq.FileMetaData = file.metadata
-        self.schema_arrow = part.schema_of(file.schema_arrow)
-        self.doubled = frozenset(file.schema_arrow.names) & part.partitions.keys()  # in the file and in folder names
+        schema = file.schema_arrow  # made anew by each access
+        self.schema_arrow = part.schema_of(schema)
+        self.doubled = frozenset(schema.names) & part.partitions.keys()  # in the file and in folder names
 
     def __enter__(self) -> "PartFile":
         return self

@@ -37,7 +37,7 @@ from laserbatch.pipeline.tables.part_columns import (
     names_in,
     naming_file,
     open_parts,
-    read_column,
+    read_columns,
     read_table,
     require_times,
 )
@@ -170,7 +170,7 @@ def find_exact_copies(path: Path | str, columns: Collection[str] = ()) -> np.nda
             rows = slice(first_row, first_row := first_row + part.metadata.num_rows)
             parts.append(replace(part, mask=pa.array(is_copy[rows])))
         for name in names_in(parts, lambda name: name in ("event", "rating", *columns)):
-            values = read_column(parts, "interactions", name).combine_chunks()
+            values = read_columns(parts, "interactions", [name])[name].combine_chunks()
             values = values.dictionary_decode() if pt.is_dictionary(values.type) else values
             if pt.is_nested(values.type):
                 values = pa.array(map(repr, values.to_pylist()))

@@ -21,6 +21,7 @@ from laserbatch.pipeline.knowledge.templates import load_template
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.tables import part_columns
 from laserbatch.pipeline.tables.check import check_tables, require_sound
+from laserbatch.pipeline.tables.parts import TablePart
 from laserbatch.pipeline.tables.read import describe, find_exact_copies, read_tables
 from laserbatch.pipeline.tables.sampled import write_sample
 from laserbatch.pipeline.tables.schema import TIMESTAMP_TYPE, attribute_columns, widened
@@ -139,6 +140,18 @@ def test_text_of_more_than_two_gib_is_read_as_large_strings_and_shown_alike(tmp_
     tables = read_tables(tmp_path, DAY_1)
     assert tables.users["user_id"].type == tables.interactions["user_id"].type.value_type == pa.large_string()
     assert of_night() == narrow
+
+
+@pytest.mark.parametrize("at_once", [1, 2**25])
+def test_a_wide_table_keeps_few_files_open_and_each_is_opened_a_few_times(tmp_path, monkeypatch, at_once):
+    monkeypatch.setattr(part_columns, "BYTES_AT_ONCE", at_once)
+    opened, open_part = [], TablePart.open
+    monkeypatch.setattr(TablePart, "open", lambda part, *rest: opened.append(part) or open_part(part, *rest))
+    columns = {f"f.{n}": pa.array([None, ["a"], []] if n % 2 else [n, None, 0.5]) for n in range(300)}
+    users = pa.table({"user_id": ["u1", "u2", "u3"], **columns})
+    tables = read_tables(write_world(tmp_path, users=users), scratch=tmp_path)
+    assert tables.users.to_pydict() == users.to_pydict()
+    assert len(tables.scratch.mappings) < 100 and len(opened) < 100
 
 
 def test_a_folder_of_files_is_one_table_in_name_order(tmp_path):
