@@ -40,6 +40,10 @@ class _UniqueKeys(yaml.SafeLoader):
             lines[name] = line
         return node
 
+    def construct_scalar(self, node) -> Any:
+        text = super().construct_scalar(node)  # JSON writes a character beyond U+FFFF as two escaped surrogates
+        return text.encode("utf-16", "surrogatepass").decode("utf-16")
+
     def construct_object(self, node, deep=False) -> Any:
         try:
             return super().construct_object(node, deep)

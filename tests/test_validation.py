@@ -1,5 +1,7 @@
 """YAML that people write: a repeated key is refused, not one that only looks so. Messages of other libraries."""
 
+import json
+
 import pytest
 from pydantic import ValidationError, model_validator
 from pydantic.dataclasses import dataclass
@@ -32,6 +34,7 @@ def test_a_key_twice_is_refused_by_name_and_line(tmp_path, text, message):
         ("", None),
         ("base: &base {x: 1, y: 2}\nother:\n  <<: *base\n  x: 3\n", {"x": 3, "y": 2}),
         ("other: {1: a, '1': b}\n", {1: "a", "1": "b"}),
+        (json.dumps({"other": "😀"}), "😀"),  # as two escaped surrogates
     ],
 )
 def test_merged_keys_and_keys_of_other_types_are_not_the_same(tmp_path, text, read):
@@ -40,7 +43,7 @@ def test_merged_keys_and_keys_of_other_types_are_not_the_same(tmp_path, text, re
     assert (data and data["other"]) == read
 
 
-@pytest.mark.parametrize("value", ["2025-02-30", "!!int b", "!!bool b", "!!timestamp b"])
+@pytest.mark.parametrize("value", ["2025-02-30", "!!int b", "!!bool b", "!!timestamp b", r'"\ud83d"'])
 def test_a_value_that_yaml_cannot_read_is_refused_by_its_line(tmp_path, value):
     (tmp_path / "file.yaml").write_text(f"x: 1\na: {value}\n")
     with pytest.raises(ConfigError, match=r"YAML: '.*' is not a valid .*; put a text in quotes in line 2, column 4"):
