@@ -19,6 +19,7 @@ from laserbatch.pipeline.errors import (
 )
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+NO_FILES = {errno.EMFILE, errno.ENFILE}
 GOES_ON = "the same command continues a run or a training; any other command starts again"
 
 
@@ -57,7 +58,7 @@ def exit_code_of(error: BaseException) -> int:
         return ExitCode.RUN_FAILED
     if isinstance(error, LaserbatchError):
         return ExitCode.BAD_INPUT
-    if isinstance(error, OSError) and (error.filename is not None or error.errno in NO_ROOM):
+    if isinstance(error, OSError) and (error.filename is not None or error.errno in NO_ROOM | NO_FILES):
         return ExitCode.BAD_INPUT
     return ExitCode.UNEXPECTED
 
@@ -78,6 +79,8 @@ def line_of(error: BaseException, names_values: bool = True) -> str:
     advice = "Check the path, and that it may be written"
     if error.errno in NO_ROOM:
         advice = "Make room, then give the same command again"
+    elif error.errno in NO_FILES:
+        advice = "Raise the limit of open files (`ulimit -n 4096`), then give the same command again"
     return f"{error.filename or 'a file'}: {reason}. {advice}"
 
 

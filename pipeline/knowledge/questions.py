@@ -74,7 +74,7 @@ class SideQuestions:
             events = list(zip(titles, attributes, labels.to_pylist(), strict=True))
             bounds = pairwise(starts.tolist())
             history = pa.array([json.dumps(events[first:last], ensure_ascii=False) for first, last in bounds])
-        columns = [self._attribute_lines(part), history, pa.array(num_events)]
+        columns = [self._attribute_lines(part).cast(pa.string()), history, pa.array(num_events)]
         return pa.table(columns, SHOWN_SCHEMA)
 
     def sampled(self, most: int) -> list[Shown]:
@@ -249,14 +249,15 @@ def _rating_label(rating: float, lines: HistoryLines) -> str | None:
 
 
 def _joined(texts: list[pa.Array], separator: str, num_rows: int) -> pa.Array:
-    """The texts of each row joined, without nulls; null if all of them are."""
+    """The texts of each row joined, without nulls; null if all of them are. Large strings: may be more than 2 GiB."""
     if not texts:
-        return pa.nulls(num_rows, pa.string())
-    is_any = pc.coalesce(*texts).is_valid()
+        return pa.nulls(num_rows, pa.large_string())
+    texts = [text.cast(pa.large_string()) for text in texts]
+    is_any, end = pc.coalesce(*texts).is_valid(), pa.scalar(separator, pa.large_string())
     # If all texts of a row were null, Arrow would leave out the row itself.
-    first = pc.if_else(is_any, texts[0], "")
-    joined = pc.binary_join_element_wise(first, *texts[1:], separator, null_handling="skip")
-    return pc.if_else(is_any, joined, pa.scalar(None, pa.string()))
+    first = pc.if_else(is_any, texts[0], pa.scalar("", pa.large_string()))
+    joined = pc.binary_join_element_wise(first, *texts[1:], end, null_handling="skip")
+    return pc.if_else(is_any, joined, pa.scalar(None, pa.large_string()))
 
 
 def _slices(table: pa.Table) -> Iterator[pa.Table]:

@@ -140,6 +140,11 @@ def failing(run, monkeypatch):
             "/a/b: No space left on device. Make room, then give the same command again",
         ),
         (
+            OSError(errno.EMFILE, "many"),
+            3,
+            "a file: Too many open files. Raise the limit of open files (`ulimit -n 4096`)",
+        ),
+        (
             OSError(errno.EROFS, "no", "/a/b"),
             3,
             "/a/b: Read-only file system. Check the path, and that it may be written",

@@ -157,7 +157,14 @@ def test_a_value_of_very_many_combining_marks_is_not_normalised_whole(as_stored)
     value = [value] if isinstance(as_stored, list) else as_stored.format(value)
     text = value_text(value, AttributeLines(max_value_chars=100), "x")
     assert time.process_time() - start_s < 2  # the whole takes 40 seconds
-    assert len(text) == 100 and text.startswith("é" * 90 + " ") and unicodedata.is_normalized("NFC", text)
+    assert text and len(text) == 100 and text.startswith("é" * 90 + " ") and unicodedata.is_normalized("NFC", text)
+
+
+def test_the_attributes_of_many_rows_may_have_more_than_two_gib():
+    users = pa.table({"user_id": [1, 2], "x": ["a", None]})
+    questions = SideQuestions(Tables(users, users, NO_EVENTS), "user", TEMPLATE, "")
+    lines = questions._attribute_lines(users)  # a smaller type cannot hold those of 64,000 rows with 1,500 columns
+    assert lines.to_pylist() == ["- x: a", None] and lines.type == pa.large_string()
 
 
 def test_paths_of_the_configuration_reach_both_blocks_and_change_no_fingerprint_of_the_template():
