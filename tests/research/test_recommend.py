@@ -79,7 +79,7 @@ def world(trained, tmp_path):
 
 def recommend(capfd, world, date=FIRST_DATE, *more, **options) -> Done:
     folder, trained = world
-    of_all = {name: options.pop(name) for name in ("deliver_to", "gates", "metrics") if name in options}
+    of_all = {name: options.pop(name) for name in ("cluster", "deliver_to", "gates", "metrics") if name in options}
     options = {"model": str(trained / "recommender"), "num_items": 5, "batch_size": 4} | options
     config = write_config(folder, extensions={"recommending": options}, **of_all)
     return run_here(capfd, "recommend", "--config", str(config), "--date", date, *more, "--json")
@@ -226,7 +226,7 @@ def test_rays_workers_go_on_with_what_a_killed_run_finished(world, capfd, monkey
     assert state["state"] == "idle" and "interrupted" in state["run"]["failure"]
     shards = world[0] / "workspace" / "recommendations" / "runs" / state["run"]["run_id"] / "shards" / "user"
     records = {path: path.stat().st_mtime_ns for path in shards.glob("*.json")}
-    done = recommend(capfd, world)
+    done = recommend(capfd, world, cluster={"num_workers": 1})  # each loads torch, which takes seconds
     assert done.returncode == 0 and lists_of(done) == whole and json.loads(done.stdout)["run_id"].endswith("-2")
     assert len(records) > 1 and all(path.stat().st_mtime_ns == when for path, when in records.items())
 
