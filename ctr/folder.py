@@ -13,7 +13,6 @@ import datetime
 import hashlib
 import json
 import logging
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -36,7 +35,7 @@ from laserbatch.ctr.loop import predict
 from laserbatch.ctr.metrics import Metrics
 from laserbatch.ctr.settings import CtrSettings, ModelName
 from laserbatch.ctr.training import Training, build_network
-from laserbatch.retrieval_pools.atomic import sha256_file
+from laserbatch.retrieval_pools.atomic import copy_mode, sha256_file
 
 FORMAT_VERSION = 4
 TRAIN_AGAIN = "train again into a new folder"
@@ -90,7 +89,7 @@ class ModelCard:
         card["sha256"] = _digest(card)
         (folder / "model.json").write_text(json.dumps(card, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         for path in folder.glob("*.safetensors"):
-            shutil.copymode(folder / "model.json", path)  # the library ignores the umask
+            copy_mode(folder / "model.json", path)  # the library ignores the umask
 
     @classmethod
     def read(cls, folder: Path) -> Self:

@@ -49,6 +49,12 @@ def paths_below(folder: Path | str, above: frozenset[str] = frozenset()) -> Iter
             yield from paths_below(path, above)
 
 
+def copy_mode(source: Path, target: Path) -> None:
+    """Give a file the mode of another one, on a file system that has modes."""
+    with suppress(OSError):
+        shutil.copymode(source, target)
+
+
 def remove_folder(path: Path) -> None:
     """Delete a folder, which disappears in one step; a process that dies in between leaves a `.tmp` name."""
     removed = temporary_beside(path)

@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,18 @@ def pytest_runtest_setup() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
+
+
+@pytest.fixture
+def removes_as_nfs(monkeypatch) -> None:
+    """Refuse to remove a folder one of whose files is still mapped, as NFS does."""
+
+    def removed(path, *arguments, **options):
+        assert f"{path}/" not in Path("/proc/self/maps").read_text()
+        remove(path, *arguments, **options)
+
+    remove = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", removed)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -27,7 +27,7 @@ from laserbatch.jobs.formatting import counted
 from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.inputs import require_same_tables
 from laserbatch.jobs.stages.night import Night
-from laserbatch.jobs.stages.pool_texts import RunTexts, calibrate_side, read_run_texts
+from laserbatch.jobs.stages.pool_texts import calibrate_side, read_run_texts
 from laserbatch.pipeline.errors import ClusterFailed, WorkspaceError
 from laserbatch.pipeline.knowledge.templates import PromptTemplate
 from laserbatch.pipeline.planning.planner import side_routes
@@ -246,12 +246,11 @@ def _build_pools(
             routers[side].save(folder / "router" / side)
             scratch = folder / SCRATCH_NAME
             scratch.mkdir()
-            run_texts = read_run_texts(night, side, scratch)
-            if run_texts is None:
+            if (of_side := _build(night, side, routers[side], folder / side, scratch)) is None:
                 say(f"no {side} pool is built, because the run has no {side} texts of its model's tokenizer")
             else:
-                built[side] = _build(night, side, version, run_texts, routers[side], folder / side)
-            shutil.rmtree(scratch)
+                built[side] = of_side
+            shutil.rmtree(scratch)  # NFS would refuse to if any of its files were still mapped
     return built
 
 
@@ -266,8 +265,11 @@ def collect_pools(store: PoolStore, keep: int, in_use: Collection[str], dry_run:
     return collected
 
 
-def _build(night: Night, side: Side, version: str, run_texts: RunTexts, router: Router, folder: Path) -> PoolBuilt:
+def _build(night: Night, side: Side, router: Router, folder: Path, scratch: Path) -> PoolBuilt | None:
+    """Build the pool of a side; None if it has no texts."""
     start_s = time.perf_counter()
+    if (run_texts := read_run_texts(night, side, scratch)) is None:
+        return None
     previous = _previous_pool(night, side)
     routes = side_routes(router, night.tables, side)
     calibration = calibrate_side(night, side, run_texts, routes)
@@ -282,7 +284,7 @@ def _build(night: Night, side: Side, version: str, run_texts: RunTexts, router: 
         calibration=calibration,
     )
     return PoolBuilt(
-        version=version,
+        version=night.run.run_id,
         num_texts=pool.manifest.num_texts,
         num_tokens=pool.manifest.num_tokens,
         groups=pool.manifest.groups,

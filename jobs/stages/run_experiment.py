@@ -4,7 +4,6 @@ All files are in `<workspace>/experiments/<name>`: published runs and runs that 
 """
 
 import datetime
-import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -29,6 +28,7 @@ from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import (
     atomic_folder,
     canonical_json,
+    link_file,
     read_json,
     remove_folder,
     remove_leftovers,
@@ -220,7 +220,7 @@ def _tried(folder: Path, name: str, settings: Settings, date: datetime.date) -> 
         # The step cost of a model is the same for all variants.
         for other in (Workspace(settings.workspace), *Workspace(folder).within()):
             for path in other.step_costs_folder.glob("*.json") if other.root != workspace.root else ():
-                shutil.copy2(path, workspace.step_costs_folder)
+                link_file(path, workspace.step_costs_folder / path.name)
         with suppress(RunHeld):
             run_night(apart, date, policy="never")
     night = open_run(apart, run.run_id)

@@ -11,11 +11,12 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 from laserbatch.retrieval_pools.atomic import TEMPORARY_SUFFIX, atomic_path, naming, sync, temporary_beside
+from laserbatch.retrieval_pools.atomic import copy_mode as copy_mode
 from laserbatch.retrieval_pools.atomic import freed_bytes as freed_bytes
 from laserbatch.retrieval_pools.atomic import paths_below as paths_below
 from laserbatch.retrieval_pools.atomic import remove as remove
@@ -39,7 +40,9 @@ def link_file(source: Path, target: Path) -> None:
         try:
             os.link(source.resolve(), temporary)  # otherwise a symlink itself would be linked
         except OSError:
-            shutil.copy2(source, temporary)
+            shutil.copyfile(source, temporary)
+            with suppress(OSError):  # such a file system may have no modes either
+                shutil.copystat(source, temporary)
 
 
 @contextmanager
@@ -155,7 +158,7 @@ def write_text(text: str, path: Path | str) -> None:
 def share_weights(beside: Path) -> None:
     """Give weights in and below a file's folder its mode; safetensors ignores the umask and makes them private."""
     for path in beside.parent.rglob("*.safetensors"):
-        shutil.copymode(beside, path)
+        copy_mode(beside, path)
 
 
 def require_sha256(path: Path, sha256: str, otherwise: str = "") -> None:

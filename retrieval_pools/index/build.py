@@ -119,11 +119,10 @@ def build_pool(
             calibration=None if isinstance(calibration, HeldBack) else calibration,
         )
         if isinstance(calibration, HeldBack):
-            reduced_pool = _without(np.asarray(calibration.numbers, np.int64), laid, manifest, folder, scratch)
-            manifest = manifest.model_copy(update={"calibration": calibration.calibrate(reduced_pool)})
-            give_back(*reduced_pool.index[:4])
+            replayed = _replayed(calibration, laid, manifest, folder, scratch)
+            manifest = manifest.model_copy(update={"calibration": replayed})
         write_manifest(manifest, folder)
-        shutil.rmtree(scratch)
+        shutil.rmtree(scratch)  # NFS would refuse to if any of its files were still mapped
         sync_folder(folder)
         os.replace(folder, out_dir)
         sync(out_dir.parent)
@@ -188,6 +187,15 @@ def _write_arrays(
         with ArrayWriter(array_path(folder, "support"), np.uint8) as writer:
             writer.write(lengths)
         give_back(order_file, entities)
+
+
+def _replayed(
+    held_back: HeldBack, laid: LaidTexts, manifest: PoolManifest, folder: Path, scratch: Path
+) -> Calibration | None:
+    reduced_pool = _without(np.asarray(held_back.numbers, np.int64), laid, manifest, folder, scratch)
+    calibration = held_back.calibrate(reduced_pool)
+    give_back(*reduced_pool.index[:4])
+    return calibration
 
 
 def _without(left_out: np.ndarray, laid: LaidTexts, manifest: PoolManifest, folder: Path, scratch: Path) -> Pool:

@@ -103,6 +103,7 @@ def changed(night, every):
     night.run.shards("item").write("00000", before.set_column(column, "token_ids", pa.array(ids, pa.list_(pa.int32()))))
 
 
+@pytest.mark.usefixtures("removes_as_nfs")
 def test_nights_pools_are_merged_from_the_current_version_and_equal_a_full_build(world):
     night = opened(world, FIRST_DATE, "{}")
     write_texts(night)

@@ -132,6 +132,7 @@ def test_disk_that_fills_up_publishes_nothing(small_disk, monkeypatch, num_texts
     assert Pool.open(small_disk / "p", verify=True).manifest.num_texts == 300
 
 
+@pytest.mark.usefixtures("removes_as_nfs")
 @pytest.mark.parametrize("min_support", [1, 2])
 def test_texts_are_replayed_against_a_pool_of_the_others_while_it_is_built(tmp_path, min_support):
     rng = np.random.default_rng(0)

@@ -15,6 +15,7 @@ from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 from laserbatch.pipeline.storage.atomic import (
     atomic_folder,
     atomic_path,
+    copy_mode,
     freed_bytes,
     link_file,
     paths_below,
@@ -195,6 +196,19 @@ def test_what_a_symlink_names_is_linked_and_bytes_are_freed_with_the_last_link(t
     (tmp_path / "run" / "own").write_bytes(b"67")
     assert freed_bytes([tmp_path / "run"]) == 2
     assert freed_bytes([tmp_path / "run", tmp_path / "archive"]) == 7
+
+
+def test_a_file_system_without_links_and_modes_gets_copies(tmp_path, monkeypatch):
+    def refuse(*arguments, **options):
+        raise PermissionError(1, "Operation not permitted")
+
+    (tmp_path / "a").write_bytes(b"12345")
+    os.utime(tmp_path / "a", ns=(1, 2_000))
+    for name in ("link", "chmod"):
+        monkeypatch.setattr(os, name, refuse)
+    link_file(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b").read_bytes() == b"12345" and (tmp_path / "b").stat().st_mtime_ns == 2_000
+    copy_mode(tmp_path / "a", tmp_path / "b")
 
 
 def test_the_current_folder_is_not_replaced(tmp_path, monkeypatch):
