@@ -40,10 +40,14 @@ class TablePart:
 
     def open(self, metadata: pq.FileMetaData | None = None) -> "PartFile":
         """Open the file for reading; `metadata` is what an earlier `PartFile` has read."""
-        # With `pre_buffer`, Arrow would keep what it reads ahead in memory until the whole file has been read.
-        return PartFile(
-            self, pq.ParquetFile(self.path, metadata=metadata, pre_buffer=False, page_checksum_verification=True)
+        file = pq.ParquetFile(
+            self.path,
+            metadata=metadata,
+            pre_buffer=False,  # Arrow would keep what it reads ahead in memory until the whole file has been read
+            page_checksum_verification=True,
+            coerce_int96_timestamp_unit="us",  # as nanoseconds, 9999-12-31 of Spark would wrap around to 1816
         )
+        return PartFile(self, file)
 
     def with_partitions(self, rows: pa.RecordBatch, first_row: int, names: Sequence[str]) -> pa.RecordBatch:
         """Rows of the file, which begin at `first_row`, with the columns `names`, also those of its folders.

@@ -418,6 +418,16 @@ def test_ids_too_large_for_an_integer_are_refused_with_what_to_do(tmp_path, ids)
     assert read_tables(tmp_path / "out").users["user_id"].to_pylist() == ["1", str(2**63)]
 
 
+def test_times_of_spark_are_read_beyond_the_range_of_nanoseconds(tmp_path):
+    until = [datetime.datetime(1600, 1, 1), datetime.datetime(9999, 12, 31)]
+    items = pa.table({"item_id": [1, 2], "title": ["A", "B"], "until": pa.array(until, pa.timestamp("us"))})
+    pq.write_table(items, tmp_path / "items.parquet", use_deprecated_int96_timestamps=True)
+    pq.write_table(pa.table({"user_id": [1]}), tmp_path / "users.parquet")
+    log = pa.table({"user_id": [1], "item_id": [1], "timestamp": [1717113600]})
+    pq.write_table(log, tmp_path / "interactions.parquet")
+    assert read_tables(tmp_path).items["until"].to_pylist() == until
+
+
 def test_float32_beside_float64_is_imported_as_the_number_that_was_written(tmp_path):
     for number, kind in enumerate((pa.float64(), pa.float32())):
         price = pa.array([11.36], kind)
