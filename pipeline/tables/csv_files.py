@@ -23,12 +23,14 @@ from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.tables.settings import FileFormat, SourceFiles
 
 CHUNK_BYTES = 1 << 24
+BLOCK_BYTES = 1 << 22  # that Arrow reads at once; a row must fit in
 _MARKS = (
     (b"PK\x03\x04", "a spreadsheet (.xlsx, .ods) or a zip archive"), (b"\xd0\xcf\x11\xe0", "a spreadsheet (.xls)"),
     (b"\x1f\x8b", "a gzip file, whose name must end in .gz"), (b"PAR1", "Parquet, whose name must end in .parquet"),
     (b"SQLite f", "a database of SQLite"), (b"ORC", "ORC"), (b"Obj\x01", "Avro"),
 )  # fmt: skip
-_DATABASE_NULLS = ["\\N", "NULL"]
+# As databases, pandas and spreadsheets write a missing value or a failed formula.
+_NULL_WORDS = ["\\N", "NULL", "nan", "<NA>", "#N/A", "#REF!", "#VALUE!", "#DIV/0!", "#NAME?", "#NUM!"]
 _SHOWN = 60  # characters of a value in a message
 
 
@@ -48,7 +50,7 @@ def read_csv(path: Path, files: SourceFiles, note: Callable[[str], object]) -> I
     if names is None:
         with _open_lines(opened(), form.encoding) as lines:
             names = next(filter(None, _python_reader(lines, form)), [])  # Arrow skips empty lines, too
-    read = pacsv.ReadOptions(encoding=form.encoding, column_names=files.column_names)
+    read = pacsv.ReadOptions(block_size=BLOCK_BYTES, encoding=form.encoding, column_names=files.column_names)
     parse = pacsv.ParseOptions(
         delimiter=form.delimiter,
         quote_char=form.quote or False,
@@ -85,9 +87,11 @@ def read_csv(path: Path, files: SourceFiles, note: Callable[[str], object]) -> I
 
 
 def csv_fault(path: Path, form: FileFormat, error: Exception) -> str | None:
-    """Why a CSV cannot be read, if its encoding or its quotes are the reason; otherwise None."""
+    """Why a CSV cannot be read, if its encoding, its quotes or a long row is the reason; otherwise None."""
     if isinstance(error, UnicodeDecodeError) or "UTF8" in str(error):
         return _encoding_fault(path, form.encoding)
+    if "straddles two block boundaries" in str(error):
+        return (form.quote and _quote_fault(path, form, is_sure=True)) or _length_fault(path, form)
     return _quote_fault(path, form) if form.quote and not isinstance(error, OSError) else None
 
 
@@ -123,10 +127,18 @@ class _Doubts:
     over_lines: _Doubt = field(default_factory=_Doubt)
     kept_quotes: _Doubt = field(default_factory=_Doubt)
     single_quotes: _Doubt = field(default_factory=_Doubt)  # around all values of a column
-    nulls: _Doubt = field(default_factory=_Doubt)  # null values of databases, read as text
+    nulls: _Doubt = field(default_factory=_Doubt)  # words for missing values, read as text
+    null_words: set[str] = field(default_factory=set)
 
     def add(self, rows: pa.RecordBatch, first_row: int) -> None:
-        """Examine some rows. Raises TableError if a row repeats the header, or if there is a zero byte."""
+        """Examine some rows. Raises TableError for a header or a byte order mark among them, or a zero byte."""
+        is_marked = pc.fill_null(pc.starts_with(rows.column(0), "\ufeff"), False)
+        if is_marked.true_count:
+            row = first_row + pc.index(is_marked, True).as_py()
+            raise TableError(
+                f"{self.path}, row {row}: the row begins with a byte order mark (U+FEFF), as in joined files. Remove "
+                "it, and the header after it if there is one; or import the files without joining them."
+            )
         is_header = _is_header(rows)
         if is_header.true_count:
             row = first_row + pc.index(is_header, True).as_py()
@@ -142,7 +154,10 @@ class _Doubts:
                 zeros.add(name, first_row, column, pc.match_substring(column, "\0"))
                 if zeros.num or "\0" in name:
                     raise TableError(_no_text(self.path, f"column {name!r}, row {zeros.first[1]}"))
-            self.nulls.add(name, first_row, column, pc.is_in(column, pa.array(_DATABASE_NULLS)))
+            is_null = pc.is_in(column, pa.array(_NULL_WORDS))
+            if is_null.true_count:
+                self.nulls.add(name, first_row, column, is_null)
+                self.null_words.update(column.filter(is_null).unique().to_pylist())
             if self.form.quote:
                 if b"\n" in text_bytes or b"\r" in text_bytes:
                     self.over_lines.add(name, first_row, column, pc.match_substring_regex(column, r"[\r\n]"))
@@ -160,7 +175,7 @@ class _Doubts:
 
     def notes(self) -> Iterator[str]:
         """A sentence for each kind of doubt."""
-        nulls = f"`csv: {{null_values: {json.dumps(_DATABASE_NULLS)}}}`"
+        nulls = f"`csv: {{null_values: {json.dumps(sorted(self.null_words, key=_NULL_WORDS.index))}}}`"
         kept, advice = "field in quotes, with the quotes kept as text", "set `csv: {quote: '\"'}` in the mapping."
         if self.form.quote:
             kept = "field in quotes after a blank, with the quotes kept as text"
@@ -206,6 +221,8 @@ def kind_of_bytes(start: bytes) -> str | None:
 
 
 def _marked_encoding(start: bytes) -> str | None:
+    if start.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return "utf-32"
     return "utf-16" if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else None
 
 
@@ -227,7 +244,7 @@ def _encoding_fault(path: Path, encoding: str) -> str | None:
         return _no_text(path, f"line {line}")
     suggested = marked or "cp1252"
     advice = f"Set `csv: {{encoding: {suggested}}}` in the mapping"
-    advice += "" if suggested == "utf-16" else ", or whichever encoding it was written in (latin-1, gb18030, ...)"
+    advice += "" if suggested == marked else ", or whichever encoding it was written in (latin-1, gb18030, ...)"
     return f"{path}, line {line}: {excerpt!r} is not {encoding}. {advice}."
 
 
@@ -280,6 +297,25 @@ def _quote_fault(path: Path, form: FileFormat, is_sure: bool = False) -> str | N
     return (
         f"{place}: a field in quotes continues after its closing quote ({reason}). Double each quote that is part of a "
         f"text; or, {advice} in the mapping."
+    )
+
+
+def _length_fault(path: Path, form: FileFormat) -> str:
+    """A message on the longest row of a file with a row that does not fit into a block."""
+    longest, place, before = 0, 1, 0
+    limit = csv.field_size_limit(2**31 - 1)
+    try:
+        with _open_lines(pa.input_stream(str(path)), form.encoding) as lines:
+            reader = _python_reader(lines, form)
+            for row in reader:
+                if (length := sum(map(len, row))) > longest:
+                    longest, place = length, before + 1
+                before = reader.line_num
+    finally:
+        csv.field_size_limit(limit)
+    return (
+        f"{path}, line {place}: the row has {longest:,} characters, and a row of a CSV may have about "
+        f"{BLOCK_BYTES:,} bytes. Shorten its fields, or export the file as Parquet."
     )
 
 

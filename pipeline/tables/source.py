@@ -195,12 +195,13 @@ def read_source(
         except (pa.ArrowException, OSError, UnicodeDecodeError, csv.Error) as error:
             if is_csv[part.path] and (fault := csv_fault(part.path, files.csv_format(part.path), error)):
                 raise TableError(fault) from None
+            is_text = is_csv[part.path] and not isinstance(error, OSError)  # as for a damaged compressed file
             advice = (
                 "Check `csv` (`delimiter`, `quote`, `escape`, `encoding`) and `column_names` in the mapping, that "
                 "every quote is closed, and that no line is above the header (a title, a comment, Excel's `sep=;`)."
             )
             raise TableError(
-                f"{path} cannot be read: {first_line(error)}. {advice if is_csv[part.path] else 'Write it again.'}"
+                f"{path} cannot be read: {first_line(error)}. {advice if is_text else 'Write it again.'}"
             ) from None
 
 

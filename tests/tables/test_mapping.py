@@ -619,6 +619,9 @@ def test_a_field_that_goes_on_after_its_closing_quote_is_refused_where_rows_are_
         ("id,title,title\nt1,Ran,Heat\n", r"2 columns 'title'; rename or drop all but one"),
         ("id,title\n", r"its source files have no rows"),
         ("id,title,\nt1,Ran,\nid,title,\nt2,Heat,\n", r"items\.csv, row 1: the row repeats the names of the columns"),
+        ("id,title\nt1,Ran\n\ufeffid,title\nt2,Heat\n", r"items\.csv, row 1: the row begins with a byte order mark"),
+        ("id,title\nt1," + "x" * 9_000_000 + "\n", r"line 2: the row has 9,000,002 characters"),
+        ('id,title\nt1,"' + "x,y\n" * 3_000_000, r"line 2: 't1,\"x,y': a quote is never closed"),
         ("sep=;\nid,title\nt1,Ran\n", r"no line is above the header \(a title, a comment, Excel's `sep=;`\)"),
     ],
 )
@@ -671,6 +674,8 @@ def test_what_databases_write_for_nothing_is_said_unless_the_mapping_says_what_i
     titles, (note,) = imported_titles(tmp_path, text)
     assert titles == ["Ran", "NULL"] and r"2 fields kept as text, first in column year, row 0: '\\N'" in note
     assert r'csv: {null_values: ["\\N", "NULL"]}' in note
+    _, (note,) = imported_titles(tmp_path, "id\ttitle\tyear\nt1\tRan\t#N/A\nt2\tHeat\t1995\n")
+    assert 'csv: {null_values: ["#N/A"]}' in note
     assert imported_titles(tmp_path, text, null_values=["\\N", "NULL"]) == (["Ran", None], [])
 
 
