@@ -73,15 +73,19 @@ def _ahead(groups: Iterator[pa.Table]) -> Iterator[pa.Table]:
 
 
 def _row_groups(pieces: Iterable[pa.Table | pa.RecordBatch], schema: pa.Schema) -> Iterator[pa.Table]:
-    pending = schema.empty_table()
+    pending, num_rows = [schema.empty_table()], 0
     for piece in pieces:
         table = piece if isinstance(piece, pa.Table) else pa.Table.from_batches([piece])
-        pending = pa.concat_tables([pending, table.select(schema.names).cast(schema)])
-        while pending.num_rows >= ROW_GROUP_ROWS:
-            yield pending.slice(0, ROW_GROUP_ROWS).combine_chunks()
-            pending = pending.slice(ROW_GROUP_ROWS)
-    if pending.num_rows:
-        yield pending.combine_chunks()
+        pending.append(table.select(schema.names).cast(schema))
+        num_rows += table.num_rows
+        if num_rows >= ROW_GROUP_ROWS:
+            rows = pa.concat_tables(pending)
+            while rows.num_rows >= ROW_GROUP_ROWS:
+                yield rows.slice(0, ROW_GROUP_ROWS).combine_chunks()
+                rows = rows.slice(ROW_GROUP_ROWS)
+            pending, num_rows = [rows], rows.num_rows
+    if num_rows:
+        yield pa.concat_tables(pending).combine_chunks()
 
 
 def as_large(table: pa.Table) -> pa.Table:

@@ -140,11 +140,12 @@ def unnamed_files(source: Path, listings: Iterable[Listing]) -> dict[Path, str]:
     left_out = {path: reason for listing in listings for path, reason in listing.left_out.items() if path not in listed}
     logs = {path.with_name(path.name + suffix) for path in listed for suffix in _DATABASE_LOGS}
     folders = {folder for path in listed for folder in _folders(path.parent, source)}
+    known = listed | logs | folders
     for folder in sorted(folders):
         for path in sorted(folder.iterdir()):
             # The mapping itself may be there.
             is_silent = _BOOKKEEPING.fullmatch(path.name) or _is_checksum(path) or path.suffix in (".yaml", ".yml")
-            if path not in listed | logs and path not in folders and not is_silent:
+            if path not in known and not is_silent:
                 left_out.setdefault(path, "is not named by `files` of the mapping")
     return left_out
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import ConfigError, TableError
-from laserbatch.pipeline.storage.parquet import write_parquet
+from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, write_parquet
 from laserbatch.pipeline.tables.columns import blank, is_unnamed
 from laserbatch.pipeline.tables.conversion import FLOAT_ID, WHOLE_ID
 from laserbatch.pipeline.tables.database import query_record
@@ -34,6 +33,7 @@ from laserbatch.pipeline.tables.settings import (
 from laserbatch.pipeline.tables.source import SourceBatch, list_source, read_source
 from laserbatch.pipeline.tables.times import NAMES, other_reading, shown_span, unit_of
 from laserbatch.pipeline.validation import nearest, read_yaml, validated
+from laserbatch.retrieval_pools.ids import IdCodes
 
 NUM_EXAMPLES = 3
 Progress = Callable[[int, str], object]
@@ -73,8 +73,10 @@ def import_mapped(
     work.note = note
     work.require_known(mapping.interactions)
     if mapping.users is None:
-        users = written["user_id"].drop_null()
-        write_parquet(pa.table({"user_id": users.take(pc.sort_indices(users))}), Path(out, "users.parquet"))
+        ids = written["user_id"]
+        users = pa.table({"user_id": ids.values()}).sort_by("user_id")  # perhaps of large strings
+        schema = pa.schema([("user_id", ids.kind)])
+        write_parquet(users.to_batches(ROW_GROUP_ROWS), Path(out, "users.parquet"), schema)
     listings = [list_source(part, Path(source), table) for table, part in mapping.tables().items()]
     unnamed = unnamed_files(Path(source), listings).items()
     for sentence in name_left_out({path: reason for path, reason in unnamed if path.resolve() != Path(out).resolve()}):
@@ -118,7 +120,7 @@ class _Import:
     times: dict[tuple[str, str], "_Times"] = field(default_factory=dict)  # by table and column of the source
     unknown: dict[str, "_Unknown"] = field(default_factory=dict)  # by column of interactions
 
-    def write_all(self) -> dict[str, pa.Array]:
+    def write_all(self) -> dict[str, IdCodes]:
         """Write the three tables, users only if they are mapped. Returns the ids of interactions by column."""
         known = {"item_id": self.write("items", self.mapping.items, self.entity_columns)["item_id"]}
         if self.mapping.users is not None:
@@ -181,21 +183,21 @@ class _Import:
                 )
 
     def write(
-        self, table: str, files: SourceFiles, columns_of: ColumnsOf, known: Mapping[str, pa.Array] | None = None
-    ) -> dict[str, pa.Array]:
+        self, table: str, files: SourceFiles, columns_of: ColumnsOf, known: Mapping[str, IdCodes] | None = None
+    ) -> dict[str, IdCodes]:
         """Write a table and return the ids in it by column. `known`: by column, the ids that its rows may have."""
-        ids: dict[str, list[pa.Array]] = {}
+        ids: dict[str, IdCodes] = {}
 
         def batches() -> Iterator[tuple[Path, pa.RecordBatch]]:
+            first = None
             for batch in read_source(files, self.source, table, self.note):
                 rows = pa.RecordBatch.from_pydict(columns_of(batch, table, files))
+                first = first or (rows.schema, batch.file)
+                rows = _alike(rows, batch.file, *first, table)
                 rows = self._with_known(self._without_blanks(rows, files, table), files, known or {}, batch.file)
                 for column in ID_COLUMNS.values():
                     if column in rows.schema.names:
-                        column_ids = ids.setdefault(column, [])
-                        column_ids.append(pc.unique(rows[column]))
-                        if sum(map(len, column_ids)) > 2 * len(column_ids[0]):
-                            column_ids[:] = [pc.unique(pa.chunked_array(column_ids))]
+                        ids.setdefault(column, IdCodes(rows[column].type)).add(rows[column])
                 yield batch.file, rows
                 if self.progress is not None:
                     self.progress(batch.rows.num_rows, table)
@@ -207,11 +209,11 @@ class _Import:
                 f"table {table}: its source files have no rows; expected at least one. Check `files` in the mapping."
             )
         first_file, first = start
-        others = (_alike(rows, file, first.schema, first_file, table) for file, rows in parts)
+        others = (rows for _, rows in parts)
         record = query_record(first_file, files.query) if files.query is not None else None
         write_parquet(chain([first], others), self.out / f"{table}.parquet", first.schema.with_metadata(record))
         self.judge_times(table)
-        return {column: pc.unique(pa.chunked_array(column_ids)) for column, column_ids in ids.items()}
+        return ids
 
     def entity_columns(self, batch: SourceBatch, table: str, mapping: EntityMapping) -> dict[str, pa.Array]:
         id_column = ID_COLUMNS[table]
@@ -259,17 +261,19 @@ class _Import:
         return rows
 
     def _with_known(
-        self, rows: pa.RecordBatch, files: SourceFiles, known: Mapping[str, pa.Array], file: Path
+        self, rows: pa.RecordBatch, files: SourceFiles, known: Mapping[str, IdCodes], file: Path
     ) -> pa.RecordBatch:
         for column, ids in known.items():
-            if rows[column].type != ids.type:
+            if rows[column].type != ids.kind:
                 raise TableError(
-                    f"{file}: {column} is {rows[column].type}, but {ids.type} in the table that lists them. "
-                    f"Set `ids: {{{column}: {ids.type}}}` in the mapping."
+                    f"{file}: {column} is {rows[column].type}, but {ids.kind} in the table that lists them. "
+                    f"Set `ids: {{{column}: {ids.kind}}}` in the mapping."
                 )
             if isinstance(files, InteractionMapping) and files.drop_unknown:
-                is_known = pc.is_in(rows[column], ids)
-                unknown = self.unknown.setdefault(column, _Unknown(ids.slice(0, NUM_EXAMPLES).to_pylist()))
+                is_known = pa.array(ids.find(rows[column]) >= 0)
+                if column not in self.unknown:
+                    self.unknown[column] = _Unknown(ids.values().slice(0, NUM_EXAMPLES).to_pylist())
+                unknown = self.unknown[column]
                 unknown.num_rows += len(is_known)
                 unknown.num_unknown += len(is_known) - is_known.true_count
                 if len(unknown.examples) < NUM_EXAMPLES:
@@ -301,15 +305,19 @@ class _Import:
 
 
 def _alike(rows: pa.RecordBatch, file: Path, first: pa.Schema, first_file: Path, table: str) -> pa.RecordBatch:
-    """The same rows. Raises TableError if they have other columns than the first rows, or values not of their types."""
-    for column in dict.fromkeys([*first.names, *rows.schema.names]):
+    """The rows in the types of the first rows. Raises TableError for other columns, or values that a type changes."""
+    if rows.schema == first:
+        return rows
+    of_rows, alike = dict(zip(rows.schema.names, rows.columns, strict=True)), {}
+    for column in dict.fromkeys([*first.names, *of_rows]):
         try:
-            values = widened(rows[column], first.field(column).type)
+            values = widened(of_rows[column], first.field(column).type)
             cast = values.cast(first.field(column).type)
-            are_floats = pt.is_floating(cast.type) and pt.is_floating(values.type)
-            if are_floats and plain_column(widened(cast, values.type)) != plain_column(values):
-                raise pa.ArrowInvalid("not exact")
-            rows = rows.set_column(rows.schema.get_field_index(column), column, values)
+            if cast.type not in (values.type, pa.string()):
+                back = widened(cast, values.type).cast(values.type)
+                if plain_column(back) != plain_column(values):
+                    raise pa.ArrowInvalid("not exact")
+            alike[column] = cast
         except (KeyError, pa.ArrowInvalid, pa.ArrowNotImplementedError):
             kinds = [schema.field(column).type if column in schema.names else "not" for schema in (rows.schema, first)]
             raise TableError(
@@ -317,4 +325,4 @@ def _alike(rows: pa.RecordBatch, file: Path, first: pa.Schema, first_file: Path,
                 "files alike, or set its `type` (for ids, `ids`) or only columns of all files as `attributes` in the "
                 "mapping."
             ) from None
-    return rows
+    return pa.record_batch(alike, schema=first)

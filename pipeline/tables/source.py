@@ -129,14 +129,16 @@ class SourceBatch:
         return pa.array([[word for word, is_set in flags if is_set[row]] for row in rows], PATH_TYPE)
 
     def _column(self, name: str) -> pa.Array:
-        names = self.rows.schema.names
-        if name not in names:
+        places = self.rows.schema.get_all_field_indices(name)
+        if not places:
             advice = ". If the CSV has another delimiter or no header, set `delimiter` or `column_names` in the mapping"
-            found = f"{self.file} has no column {name!r}, which the mapping names; {nearest(name, names)}"
+            found = (
+                f"{self.file} has no column {name!r}, which the mapping names; {nearest(name, self.rows.schema.names)}"
+            )
             raise TableError(found + advice if self.is_csv else found)
-        if names.count(name) > 1:
-            raise TableError(f"{self.file} has {names.count(name)} columns {name!r}; rename or drop all but one.")
-        return self.rows.column(name)
+        if len(places) > 1:
+            raise TableError(f"{self.file} has {len(places)} columns {name!r}; rename or drop all but one.")
+        return self.rows.column(places[0])
 
     def _converted(self, name: str, convert: Callable[[pa.Array], pa.Array]) -> pa.Array:
         try:

@@ -6,6 +6,7 @@ import math
 import re
 import uuid
 from contextlib import nullcontext
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
@@ -416,6 +417,35 @@ def test_ids_too_large_for_an_integer_are_refused_with_what_to_do(tmp_path, ids)
     mapping["ids"] = {"user_id": "string"}
     import_mapped(ImportMapping.model_validate(mapping), tmp_path, tmp_path / "out")
     assert read_tables(tmp_path / "out").users["user_id"].to_pylist() == ["1", str(2**63)]
+
+
+@pytest.mark.parametrize(
+    ("column", "first", "second", "expected"),
+    [
+        ("item_id", 1, "2", [1, 2]),
+        ("item_id", "1", 2, ["1", "2"]),
+        ("item_id", 1, "02", None),
+        ("x", datetime.date(2024, 5, 31), datetime.datetime(2024, 5, 31, 23, 59), None),
+        ("x", True, 5, None),
+        ("x", Decimal("1.5"), 1.25, None),
+        ("x", Decimal("1.5"), 2.5, [Decimal("1.5"), Decimal("2.5")]),
+    ],
+)
+def test_files_of_other_types_are_refused_if_the_type_of_the_first_would_change_a_value(
+    tmp_path, column, first, second, expected
+):
+    for number, value in enumerate((first, second)):
+        rows = {"item_id": [number], "title": ["A"]} | {column: [value]}
+        pq.write_table(pa.table(rows), tmp_path / f"i{number}.parquet")
+    known = first if column == "item_id" else 1
+    pq.write_table(pa.table({"user": [1], "item": [known], "time": [1717113600]}), tmp_path / "log.parquet")
+    items = {"files": "i*.parquet", "id": "item_id", "title": "title"}
+    log = {"files": "log.parquet", "user_id": "user", "item_id": "item", "timestamp": "time"}
+    mapping = ImportMapping.model_validate({"items": items, "interactions": log})
+    refused = pytest.raises(TableError, match=rf"column '{column}' is .* in .*i1.parquet, .* in .*i0.parquet")
+    with nullcontext() if expected else refused:
+        import_mapped(mapping, tmp_path, tmp_path / "out")
+        assert pq.read_table(tmp_path / "out" / "items.parquet")[column].to_pylist() == expected
 
 
 def test_times_of_spark_are_read_beyond_the_range_of_nanoseconds(tmp_path):
