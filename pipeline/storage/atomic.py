@@ -59,8 +59,7 @@ def atomic_folder(path: Path | str, overwrite: bool = False) -> Iterator[Path]:
     restore_replaced(path)
     if path.exists() and not path.is_dir():
         raise ConfigError(f"{path} is a file; expected a folder to write to, or none. Give another path.")
-    if path.is_dir() and any(path.iterdir()) and not overwrite:
-        raise ConfigError(f"{path} is there already and not empty. Give another folder, or pass --overwrite.")
+    _require_free(path, overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_beside(path)
     temporary.mkdir()
@@ -71,6 +70,7 @@ def atomic_folder(path: Path | str, overwrite: bool = False) -> Iterator[Path]:
                 for name in files:
                     sync(Path(folder, name))
                 sync(Path(folder))
+            _require_free(path, overwrite)  # another process may have filled it meanwhile
             if not path.is_dir():
                 os.replace(temporary, path)
             elif _exchange(temporary, path):
@@ -86,6 +86,11 @@ def atomic_folder(path: Path | str, overwrite: bool = False) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _require_free(path: Path, overwrite: bool) -> None:
+    if path.is_dir() and any(path.iterdir()) and not overwrite:
+        raise ConfigError(f"{path} is there already and not empty. Give another folder, or pass --overwrite.")
 
 
 def _exchange(first: Path, second: Path) -> bool:

@@ -79,7 +79,10 @@ def import_mapped(
         write_parquet(users.to_batches(ROW_GROUP_ROWS), Path(out, "users.parquet"), schema)
     listings = [list_source(part, Path(source), table) for table, part in mapping.tables().items()]
     unnamed = unnamed_files(Path(source), listings).items()
-    for sentence in name_left_out({path: reason for path, reason in unnamed if path.resolve() != Path(out).resolve()}):
+    # A Delta table, say, is read from a copy of its rows.
+    read = [Path(out).resolve(), *(Path(source, str(part.files)).resolve() for part in mapping.tables().values())]
+    is_read = {path: any(of.is_relative_to(path.resolve()) for of in read) for path, _ in unnamed}
+    for sentence in name_left_out({path: reason for path, reason in unnamed if not is_read[path]}):
         note(sentence)
     return dict(work.dropped)
 

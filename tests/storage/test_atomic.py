@@ -82,6 +82,12 @@ def test_a_folder_is_replaced_only_when_asked_and_only_when_it_is_complete(tmp_p
         write_text("1", folder / "a")
     with pytest.raises(ConfigError, match="--overwrite"), atomic_folder(target):
         pass
+    other = target.parent / "other"
+    with pytest.raises(ConfigError, match="--overwrite"), atomic_folder(other) as folder:
+        (folder / "new").touch()
+        with atomic_folder(other) as first:  # another process
+            (first / "file").touch()
+    assert [path.name for path in other.iterdir()] == ["file"]
     with pytest.raises(RuntimeError), atomic_folder(target, overwrite=True) as folder:
         write_text("2", folder / "a")
         raise RuntimeError
@@ -89,7 +95,7 @@ def test_a_folder_is_replaced_only_when_asked_and_only_when_it_is_complete(tmp_p
     with atomic_folder(target, overwrite=True) as folder:
         write_text("3", folder / "sub" / "b")
     assert [path.name for path in target.iterdir()] == ["sub"]
-    assert os.listdir(tmp_path) == ["tables"]
+    assert sorted(os.listdir(tmp_path)) == ["other", "tables"]
 
 
 KILLED_WHILE_REPLACING = """
