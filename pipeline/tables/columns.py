@@ -52,7 +52,11 @@ def blank(values: pa.Array) -> pa.Array:
     """Whether each value is null or blank text."""
     if not sc.is_text(values.type):
         return pc.is_null(values)
-    return pc.fill_null(pc.equal(pc.utf8_trim_whitespace(values), ""), True)
+    try:
+        trimmed = pc.utf8_trim_whitespace(values)
+    except pa.ArrowInvalid:  # not UTF-8, and so not blank
+        trimmed = pc.utf8_trim_whitespace(pc.if_else(_not_utf8(values), "?", values))
+    return pc.fill_null(pc.equal(trimmed, ""), True)
 
 
 def _not_utf8(values: pa.Array) -> pa.Array:
@@ -95,7 +99,7 @@ def _out_of_range(values: pa.Array) -> pa.Array:
 
 def _odd(values: pa.Array) -> pa.Array:
     seconds = _seconds(values)
-    ahead_s = datetime.datetime.now(datetime.UTC).timestamp() + YEAR_S
+    ahead_s = int(datetime.datetime.now(datetime.UTC).timestamp()) + YEAR_S  # not every int64 fits a float64
     is_odd = pc.or_(pc.less(seconds, YEAR_S), pc.greater(seconds, ahead_s))
     return pc.and_not(is_odd, _out_of_range(values))
 

@@ -8,6 +8,7 @@ import csv
 import io
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -90,6 +91,9 @@ def csv_fault(path: Path, form: FileFormat, error: Exception) -> str | None:
     """Why a CSV cannot be read, if its encoding, its quotes or a long row is the reason; otherwise None."""
     if isinstance(error, UnicodeDecodeError) or "UTF8" in str(error):
         return _encoding_fault(path, form.encoding)
+    with suppress(OSError), pa.input_stream(str(path)) as raw:
+        if "A\n".encode(form.encoding) == b"A\n" and b"\0" in raw.read(1024):
+            return _no_text(path, "line 1")
     if "straddles two block boundaries" in str(error):
         return (form.quote and _quote_fault(path, form, is_sure=True)) or _length_fault(path, form)
     return _quote_fault(path, form) if form.quote and not isinstance(error, OSError) else None

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import yaml
 
-from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.errors import TableError, first_line
 from laserbatch.pipeline.tables.columns import ATTRIBUTE, is_unnamed
 from laserbatch.pipeline.tables.guessed_columns import (
     NUM_ROWS,
@@ -54,6 +54,7 @@ FREE_MARKS = (";", "/")  # also in notes: the parts of lists are short, and occu
 MAX_SHARE_OF_PARTS = 0.5  # largest share of distinct parts among all parts of the distinct texts
 MAX_FREE_PART_CHARS = 20  # largest average length of these parts
 MAX_PART_CHARS = 40  # the same for other marks; longer parts are sentences
+NUMBER = r"-?\d+(\.\d+)?"
 NO_LIST = re.compile(r"://|&#?\w+;|^\s*[\[{]|^\d+/\d+|</")  # a URL, an HTML entity, JSON, a date or fraction, markup
 
 
@@ -124,6 +125,11 @@ def read_sources(folder: Path, note: Callable[[str], object] = lambda text: None
                     for name in columns:
                         points = pc.replace_substring(head[name], ",", ".")
                         head = head.set_column(head.column_names.index(name), name, points)
+                if first.is_csv and (numbers := _numeric_names(head)):
+                    note(
+                        f"{path}: its first line was read as names of columns, but {', '.join(map(repr, numbers))} "
+                        "looks like a value. If the file has no header, set `column_names` in the mapping"
+                    )
                 sources.append(SourceTable(path.name, head, options, is_whole))
     if not sources:
         raise TableError(f"{folder} has no Parquet or CSV file with rows; expected users, items and interactions")
@@ -151,10 +157,23 @@ def _with_decimal_commas(head: pa.Table) -> list[str]:
     return names
 
 
+def _numeric_names(head: pa.Table) -> list[str]:
+    """Names of columns that are numbers, as the values below them are."""
+    named = [name for name in head.column_names if re.fullmatch(NUMBER, name)]
+    return [
+        name
+        for name in named
+        if all(re.fullmatch(NUMBER, of or "") for of in head[name].slice(0, NUM_ROWS).to_pylist())
+    ]
+
+
 def _csv_options(path: Path, note: Callable[[str], object]) -> dict[str, Any]:
     """Delimiter and encoding of a CSV, from its first bytes; only those that are not the default."""
-    with pa.input_stream(str(path)) as file:  # decompresses, too
-        start = file.read(SNIFFED_BYTES)
+    try:
+        with pa.input_stream(str(path)) as file:  # decompresses, too
+            start = file.read(SNIFFED_BYTES)
+    except OSError as error:
+        raise TableError(f"{path} cannot be read: {first_line(error)}. Write it again.") from None
     options, usual = {}, "\t" if ".tsv" in path.suffixes else ","
     try:
         codecs.getincrementaldecoder("utf-8")().decode(start)

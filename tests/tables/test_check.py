@@ -38,6 +38,8 @@ def interactions(**columns: object) -> dict:
 
 TWICE_HEAT = pa.concat_tables([sound_world()["items"], sound_world()["items"].slice(0, 1)])
 DAY_1_MS = DAY_1_S * 1000
+END_MS = (2**63 - 1) // 1000 * 1000  # the last second that Parquet holds
+NOT_UTF8 = pa.array([b"Heat", b"\xff"]).view(pa.string())
 
 FAULTS = [  # (kind, table, column, row, value) of the expected finding, and the change that causes it
     ("missing-table", "users", None, None, None, {"users": None}),
@@ -62,6 +64,9 @@ FAULTS = [  # (kind, table, column, row, value) of the expected finding, and the
     ("bad-timestamp", "interactions", "timestamp", 1, None, interactions(timestamp=[DAY_1_S, None, DAY_1_S])),
     ("bad-timestamp", "interactions", "timestamp", 2, DAY_1_MS, interactions(timestamp=[DAY_1_S, DAY_1_S, DAY_1_MS])),
     ("bad-timestamp", "users", "created_at", 0, 2**62, {"users": replaced("users", created_at=[2**62, None, DAY_1_S])}),
+    ("bad-timestamp", "users", "created_at", 0, f"{END_MS} (timestamp[ms])",
+     {"users": replaced("users", created_at=pa.array([END_MS, None, None], pa.timestamp("ms")))}),
+    ("bad-text", "items", "title", 1, b"\xff", {"items": replaced("items", title=NOT_UTF8)}),
     ("bad-rating", "interactions", "rating", 0, math.inf, interactions(rating=[math.inf, 2.0, 3.0])),
     ("empty-table", "interactions", None, None, None, {"interactions": sound_world()["interactions"].slice(0, 0)}),
 ]  # fmt: skip

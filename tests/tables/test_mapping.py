@@ -670,6 +670,7 @@ def test_empty_lines_above_a_header_change_no_value(tmp_path):
         ("latin-1", "line 3: ", "cp1252"),
         ("utf-16", "line 1: ", "utf-16"),
         ("utf-16-le", "looks like UTF-16", "utf-16-le"),
+        ("utf-32", "line 1: ", "utf-32"),
     ],
 )
 def test_a_file_in_another_encoding_is_refused_with_the_line_to_write(tmp_path, encoding, place, advised):
@@ -697,6 +698,16 @@ def test_what_quotes_leave_in_doubt_is_said_of_the_first_rows_too(tmp_path):
     notes: list[str] = []
     assert read_sources(tmp_path, notes.append)[0].head.num_rows == 2
     assert "1 quoted field over several lines" in notes[0] and "a.csv, line 4: 't2" in notes[1]
+
+
+def test_a_first_line_that_looks_like_values_is_said(tmp_path):
+    (tmp_path / "a.csv").write_text("1,Heat,2019,1.5\n2,Ran,,2.5\n3,Up,1985,3\n")
+    notes: list[str] = []
+    read_sources(tmp_path, notes.append)
+    assert len(notes) == 1 and "'1', '1.5' looks like a value. If the file has no header" in notes[0]
+    (tmp_path / "a.csv").rename(tmp_path / "a.csv.gz")
+    with pytest.raises(TableError, match=r"a\.csv\.gz cannot be read: .*\. Write it again"):
+        read_sources(tmp_path)
 
 
 def test_what_databases_write_for_nothing_is_said_unless_the_mapping_says_what_it_is(tmp_path):
