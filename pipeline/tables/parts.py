@@ -123,9 +123,11 @@ class PartFile:
             first_row += rows.num_rows
 
     def read(self, name: str) -> pa.ChunkedArray:
-        if name not in self._part.partitions:
+        # Arrow reads no lists with more than 2 GiB of text at once.
+        is_nested = pa.types.is_nested(self.schema_arrow.field(name).type)
+        if name not in self._part.partitions and not is_nested:
             return self._file.read([name])[name]
-        if name in self.doubled:
+        if name in self.doubled or is_nested:
             batches = [batch.column(0) for batch in self.iter_batches(columns=[name])]
         else:
             starts, value = range(0, self.metadata.num_rows, BATCH_ROWS), self._part.partitions[name]

@@ -37,7 +37,7 @@ from laserbatch.pipeline.tables.settings import SourceColumn, SourceFiles
 from laserbatch.pipeline.tables.times import span_of
 from laserbatch.pipeline.validation import nearest
 
-BATCH_ROWS = 128 * 1024
+BATCH_ROWS = 16 * 1024  # few enough that a batch of a list column seldom has 2 GiB, which Arrow cannot read
 _TYPES = {"string": pa.string(), "int64": pa.int64(), "float64": pa.float64(), "bool": pa.bool_()}
 
 

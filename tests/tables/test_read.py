@@ -391,3 +391,9 @@ def test_milliseconds_in_one_file_of_a_table_are_refused_and_named(tmp_path, as_
         pq.write_table(pa.table(events), path / "interactions" / f"{name}.parquet")
     with pytest.raises(TableError, match=r"interactions\.timestamp \(.*1\.parquet, row 1\): the time is out of range"):
         read_tables(path, as_of)
+
+
+def test_lists_are_read_in_batches_since_arrow_reads_at_most_2_gib_of_them_at_once(tmp_path):
+    pq.write_table(pa.table({"tags": [["a"]] * 70_000}), tmp_path / "items.parquet")
+    with TablePart(tmp_path / "items.parquet", "items", {}).open() as file:
+        assert [len(chunk) for chunk in file.read("tags").chunks] == [65_536, 4_464]
