@@ -109,9 +109,18 @@ def _exchange(first: Path, second: Path) -> bool:
 
 def replaced_folders(path: Path) -> list[Path]:
     """The earlier folders of a path that a killed writer moved out of the way and did not delete."""
+    return _beside(path, REPLACED_SUFFIX)
+
+
+def unfinished_folders(path: Path) -> list[Path]:
+    """The temporary folders of a path that a killed writer left, or that a writer still fills."""
+    return _beside(path, TEMPORARY_SUFFIX)
+
+
+def _beside(path: Path, suffix: str) -> list[Path]:
     start = f".{path.name}."
     beside = path.parent.iterdir() if path.parent.is_dir() else ()
-    return sorted(folder for folder in beside if folder.name.startswith(start) and folder.suffix == REPLACED_SUFFIX)
+    return sorted(folder for folder in beside if folder.name.startswith(start) and folder.suffix == suffix)
 
 
 def restore_replaced(path: Path) -> None:

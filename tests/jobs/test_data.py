@@ -63,7 +63,9 @@ def test_import_makes_tables_and_does_not_overwrite_unasked(run, tmp_path, expor
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["num_interactions"] == 1
     assert "not empty" in str(run(*arguments).exception)
-    assert run(*arguments, "--overwrite").exit_code == 0
+    (tmp_path / ".out.123-0.tmp").mkdir()
+    (note,) = json.loads(run(*arguments, "--overwrite").stdout)["notes"]
+    assert ".out.123-0.tmp was left by a command that was killed" in note
 
 
 def test_nothing_but_tables_is_ever_replaced(run, tmp_path, exports):
