@@ -92,7 +92,10 @@ def csv_fault(path: Path, form: FileFormat, error: Exception) -> str | None:
     if isinstance(error, UnicodeDecodeError) or "UTF8" in str(error):
         return _encoding_fault(path, form.encoding)
     with suppress(OSError), pa.input_stream(str(path)) as raw:
-        if "A\n".encode(form.encoding) == b"A\n" and b"\0" in raw.read(1024):
+        start = raw.read(1024)
+        if start.startswith((b'{"', b"[{")):
+            return f"{path} is no CSV, but JSON. Export it as CSV or Parquet."
+        if kind_of_bytes(start) or ("A\n".encode(form.encoding) == b"A\n" and b"\0" in start):
             return _no_text(path, "line 1")
     if "straddles two block boundaries" in str(error):
         return (form.quote and _quote_fault(path, form, is_sure=True)) or _length_fault(path, form)

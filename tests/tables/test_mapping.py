@@ -652,6 +652,7 @@ def test_a_field_that_goes_on_after_its_closing_quote_is_refused_where_rows_are_
         ("id,title\nt1,Ran\n\ufeffid,title\nt2,Heat\n", r"items\.csv, row 1: the row begins with a byte order mark"),
         ("id,title\nt1," + "x" * 9_000_000 + "\n", r"line 2: the row has 9,000,002 characters"),
         ('id,title\nt1,"' + "x,y\n" * 3_000_000, r"line 2: 't1,\"x,y': a quote is never closed"),
+        ('{"id":"t1","title":"Ran"}\n' * 2, r"items\.csv is no CSV, but JSON"),
         ("sep=;\nid,title\nt1,Ran\n", r"no line is above the header \(a title, a comment, Excel's `sep=;`\)"),
     ],
 )
