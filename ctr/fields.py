@@ -5,7 +5,7 @@ that training never saw gets codes for its attributes like any other; only its i
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -18,6 +18,7 @@ from laserbatch.ctr.errors import CtrError
 ABSENT, UNKNOWN, NUM_RESERVED = 0, 1, 2
 NUM_BINS = 10  # quantile bins of a numeric column
 MAX_DISTINCT_SHARE = 0.5  # a text column with a larger share of distinct values is not a category
+MAX_SLOTS = 64  # only this many elements of a list are read: every entity has as many slots as the longest list
 MIN_ENTITIES_TO_JUDGE = 20  # with fewer values, the share of distinct values is not judged
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ class Field:
     name: str
     codes: np.ndarray  # int32 (num_entities, num_slots); for a list column, num_slots is its longest list's length
     num_codes: int  # codes are below this
+    tree_slots: int | None = None  # slots that are columns of trees, as in training; None: all
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Encoder:
     kind: Literal["category", "bag", "bins"]  # an id is a category
     vocabulary: pa.Array | None = None
     edges: tuple[float, ...] = ()
+    tree_slots: int | None = None  # of a bag: the slots that its field had in training; None in older models
 
     def encode(self, table: pa.Table) -> Field:
         """Encode a table's column. Raises CtrError if it is missing, or has another type than in training."""
@@ -57,7 +60,8 @@ class Encoder:
         if plain(column.type) != plain(expected):
             raise CtrError(f"column {self.name} is of type {column.type}; the model was trained with {expected}")
         if self.kind == "bag":
-            return Field(self.name, _bag_codes(column, self.vocabulary), num_codes)
+            codes = _bag_codes(self.name, column, self.vocabulary, self.tree_slots or 1)
+            return Field(self.name, codes, num_codes, self.tree_slots)
         return Field(self.name, _codes(column, self.vocabulary)[:, None], num_codes)
 
 
@@ -80,6 +84,9 @@ def fit_encoders(table: pa.Table, id_column: str, num_seen: np.ndarray, min_seen
         encoder = _fit(name, column.filter(is_trained))
         if encoder is None:
             logger.info("column %s (%s) is not used as a CTR field", name, column.type)
+        elif encoder.kind == "bag":
+            longest = pc.max(pc.list_value_length(column)).as_py() or 1
+            encoders.append(replace(encoder, tree_slots=min(longest, MAX_SLOTS)))
         else:
             encoders.append(encoder)
     return encoders
@@ -128,11 +135,16 @@ def _codes(values: pa.Array, vocabulary: pa.Array) -> np.ndarray:
     return codes.to_numpy(zero_copy_only=False).astype(np.int32)
 
 
-def _bag_codes(column: pa.Array, vocabulary: pa.Array) -> np.ndarray:
+def _bag_codes(name: str, column: pa.Array, vocabulary: pa.Array, num_slots: int) -> np.ndarray:
     rows = pc.list_parent_indices(column).to_numpy()
     slots = np.arange(len(rows)) - np.searchsorted(rows, rows)  # position of each element in its own list
-    codes = np.zeros((len(column), int(slots.max(initial=0)) + 1), np.int32)
-    codes[rows, slots] = _codes(column.flatten(), vocabulary)
+    if num_long := np.count_nonzero(slots == MAX_SLOTS):
+        logger.warning(
+            "column %s: %d rows have long lists, of which models read %d elements", name, num_long, MAX_SLOTS
+        )
+    is_read = slots < MAX_SLOTS
+    codes = np.zeros((len(column), max(min(int(slots.max(initial=0)) + 1, MAX_SLOTS), num_slots)), np.int32)
+    codes[rows[is_read], slots[is_read]] = _codes(column.flatten(), vocabulary)[is_read]
     return codes
 
 

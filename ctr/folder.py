@@ -68,7 +68,8 @@ class ModelCard:
         encoders: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
         for side in SIDES:
             for encoder in self.encoders[side]:
-                encoders[side].append({"name": encoder.name, "kind": encoder.kind, "edges": list(encoder.edges)})
+                of_column = {"name": encoder.name, "kind": encoder.kind, "edges": list(encoder.edges)}
+                encoders[side].append(of_column | {"tree_slots": encoder.tree_slots})
                 if encoder.vocabulary is not None:
                     table = pa.table({"value": encoder.vocabulary})
                     pq.write_table(table, _vocabulary_path(folder, side, encoder.name))
@@ -134,7 +135,7 @@ def _vocabulary_path(folder: Path, side: str, column: str) -> Path:
 def _encoder(folder: Path, side: str, card: dict[str, Any]) -> Encoder:
     path = _vocabulary_path(folder, side, card["name"])
     vocabulary = None if card["kind"] == "bins" else pq.read_table(path)["value"].combine_chunks()
-    return Encoder(card["name"], card["kind"], vocabulary, tuple(card["edges"]))
+    return Encoder(card["name"], card["kind"], vocabulary, tuple(card["edges"]), card.get("tree_slots"))
 
 
 def score(

@@ -40,7 +40,7 @@ class GbdtColumns:
         data = self._data
         for fields, numbers in self._sides:
             for field in fields:
-                yield field.codes[numbers[rows]], True
+                yield field.codes[:, : field.tree_slots][numbers[rows]], True
         yield data.past[rows], False
         items, starts = data.items[rows], data.starts[rows]
         lengths = data.ends[rows] - starts
@@ -127,6 +127,12 @@ def load_gbdt(path: Path):
 
 def predict_gbdt(booster, columns: GbdtColumns, rows: np.ndarray) -> np.ndarray:
     """Predict the probabilities of rows: float64 (len(rows),)."""
+    found, expected = columns(rows[:0]).shape[1], booster.num_feature()
+    if found != expected:  # of models that do not know the number of slots
+        raise CtrError(
+            f"the tables give {found} columns, but the trees were trained with {expected}: the longest list of a "
+            "column has another length than in training; train again into a new folder"
+        )
     starts = range(0, len(rows), BLOCK_ROWS)
     parts = [booster.predict(columns(rows[start : start + BLOCK_ROWS])) for start in starts]
     return np.concatenate(parts) if parts else np.zeros(0)

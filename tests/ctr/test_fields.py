@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 
 from laserbatch.ctr.errors import CtrError
-from laserbatch.ctr.fields import ABSENT, NUM_RESERVED, UNKNOWN, fit_encoders
+from laserbatch.ctr.fields import ABSENT, MAX_SLOTS, NUM_RESERVED, UNKNOWN, fit_encoders
 
 
 def fields_of(columns, is_trained=None):
@@ -40,6 +40,20 @@ def test_a_path_is_a_bag_of_its_levels():
     field = fields_of({"path": [["a", "b"], ["a"], None, [], ["a", "never"]]}, [True, True, True, True, False])["path"]
     a, b = NUM_RESERVED, NUM_RESERVED + 1
     assert field.codes.tolist() == [[a, b], [a, 0], [0, 0], [0, 0], [a, UNKNOWN]]
+
+
+def test_a_long_list_is_cut_with_a_warning_and_trees_keep_the_slots_of_training(caplog):
+    def tags(*lengths):
+        return pa.table({"item_id": ["i0", "i1"], "tags": [["a"] * length for length in lengths]})
+
+    encoder = fit_encoders(tags(1, 3), "item_id", np.ones(2, int), min_seen=1)[1]
+    for lengths, num_slots in (((1, 1), 3), ((3, 1), 3), ((5, 1), 5), ((1, MAX_SLOTS), MAX_SLOTS)):
+        field = encoder.encode(tags(*lengths))
+        assert field.codes.shape == (2, num_slots) and field.tree_slots == 3
+        assert (field.codes > 0).sum(axis=1).tolist() == list(lengths)
+    assert not caplog.records
+    assert encoder.encode(tags(1, 10_000)).codes.shape == (2, MAX_SLOTS)
+    assert f"column tags: 1 rows have long lists, of which models read {MAX_SLOTS} elements" in caplog.text
 
 
 def test_numbers_fall_into_quantile_bins_of_the_trained():

@@ -276,3 +276,18 @@ def test_bad_input_is_named_and_leaves_nothing_half_trained(world, night, tmp_pa
     (tmp_path / "model" / "model.json").write_text("{}")
     with pytest.raises(CtrError, match="or is damaged"):
         evaluate_folder(tmp_path / "model", night, night.tables)
+
+
+def test_trees_score_tables_whose_lists_grew_or_shrank(world, night, tmp_path):
+    metrics = train(night, tmp_path / "model", "gbdt", "none")
+    paths = world.items["path"].to_pylist()
+    place = world.items.schema.get_field_index("path")
+    for changed in ([*paths[:-1], [*paths[-1], "a", "b"]], [path[:1] for path in paths]):
+        items = world.items.set_column(place, "path", pa.array(changed))
+        pq.write_table(items, Path(night.tables) / "items.parquet")
+        assert evaluate_folder(tmp_path / "model", night, night.tables)["num_test"] == metrics["num_test"]
+    card = json.loads((tmp_path / "model" / "model.json").read_text())
+    del card["sha256"], card["encoders"]["item"][1]["tree_slots"]  # as in older models
+    (tmp_path / "model" / "model.json").write_text(json.dumps(card))
+    with pytest.raises(CtrError, match=r"11 columns, but the trees were trained with 12: .*list .* train again"):
+        evaluate_folder(tmp_path / "model", night, night.tables)
