@@ -163,19 +163,22 @@ def fit_basis(variants: dict[str, dict[str, SideVectors]], is_trained: dict[str,
     dims = {of_side.vectors.shape[1] for sides in variants.values() for of_side in sides.values()}
     if len(dims) > 1:
         raise CtrError(f"vectors have the lengths {sorted(dims)}; encode users, items and plain texts with one encoder")
-    mean, num_codes, covariance = {}, {}, np.zeros((min(dims), min(dims)))
+    mean, num_codes, covariance, square = {}, {}, np.zeros((min(dims), min(dims))), 0.0
     for side in SIDES:
         aligned = [sides[side] for sides in variants.values()]
         fitted = [of_side.vectors[(of_side.vectors != 0).any(axis=1) & is_trained[side]] for of_side in aligned]
         num_fitted = max(sum(map(len, fitted)), 1)
-        mean[side] = sum(rows.sum(axis=0) for rows in fitted) / np.float32(num_fitted)
+        sums = [rows.sum(axis=0, dtype=np.float64) for rows in fitted]
+        mean[side] = (np.sum(sums, axis=0) / num_fitted).astype(np.float32)
         for rows in fitted:
             centred = (rows - mean[side]).astype(np.float64) / np.sqrt(num_fitted)
             covariance += centred.T @ centred / len(SIDES)
+            square += float(np.square(rows, dtype=np.float64).mean()) if len(rows) else 0.0
         num_codes[side] = np.max([of_side.num_codes for of_side in aligned], axis=0)
     variances, directions = np.linalg.eigh(covariance)
     variances, directions = variances[::-1][:max_dim], directions[:, ::-1][:, :max_dim]  # largest first
     # The signs of eigenvectors are arbitrary; they are fixed so that the same vectors give the same coordinates.
     directions = directions * np.sign(directions[np.abs(directions).argmax(axis=0), np.arange(directions.shape[1])])
-    directions = np.ascontiguousarray(directions / np.sqrt(max(variances.mean(), 1e-12)))
+    rounding = 1e-12 * square or 1.0  # of equal vectors, whatever their length
+    directions = np.ascontiguousarray(directions / np.sqrt(max(variances.mean(), rounding)))
     return Basis(mean["user"], mean["item"], directions, num_codes["user"], num_codes["item"])

@@ -10,6 +10,7 @@ from sklearn.metrics import roc_auc_score
 
 from laserbatch.ctr.adaptors import rlmrec, trawl
 from laserbatch.ctr.dataset import build_dataset
+from laserbatch.ctr.feature_set import SIDES, SideVectors, fit_basis
 from laserbatch.ctr.knowledge import build_knowledge
 from laserbatch.ctr.layers import EntityEmbedding
 from laserbatch.ctr.loop import default_batch_size, fit, predict
@@ -108,3 +109,16 @@ def test_adaptors_are_trained_on_a_device(adaptor, small, small_data, a_device, 
     knowledge = build_knowledge(small, small_data, {"relaxed": make_features(small)}, AS_OF, settings)["relaxed"]
     training = train_model("din", small_data, knowledge, settings, seed=0)
     assert next(training.model.parameters()).is_cuda and np.isfinite(training.scores).all()
+
+
+@pytest.mark.parametrize("length", [1e-30, 1e-6, 1e30, 1e37])
+def test_the_length_of_vectors_does_not_matter(length):
+    vectors = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
+
+    def reduced(of_both):
+        sides = {side: SideVectors(of_both, np.zeros((40, 2), np.int32), np.ones(2, np.int64)) for side in SIDES}
+        return fit_basis({"own": sides}, dict.fromkeys(SIDES, np.ones(40, bool)), 3).reduce(sides)["user"].vectors
+
+    assert np.allclose(reduced(vectors * np.float32(length)), reduced(vectors), atol=1e-3)
+    assert np.abs(reduced(np.ones_like(vectors) * np.float32(length))).max() < 1e-3  # equal vectors
+    assert not reduced(vectors * 0).any()
