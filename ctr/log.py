@@ -99,6 +99,11 @@ def read_log(tables: EntityTables, label: str) -> Log:
             raise CtrError("interactions, column timestamp: found null; expected a time in every row")
         in_us = times.cast(pa.timestamp("us", times.type.tz)).cast(pa.int64()).to_numpy()
         times_us[place] = in_us[has_entities]
+    if num_left and not num_read:
+        raise CtrError(
+            f"none of {num_left} labelled interactions has a user and an item of the tables; expected their ids as in "
+            f"the tables (the first: {', '.join(repr(ids[0].as_py()) for ids in table_ids.values() if len(ids))})"
+        )
     if num_left:
         logger.warning("%d of %d interactions are left out: their user or item is in no table", num_left, num_rows)
     if num_unlabelled:

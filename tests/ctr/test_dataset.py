@@ -76,6 +76,10 @@ def test_a_log_in_files_of_any_order_gives_the_same_rows(world, tmp_path):
             {"user_id": ["u0"], "item_id": ["i0"], "timestamp": pa.array([0], pa.timestamp("s")), "rating": ["good"]},
             "does not fit the column rating, which is of type string; .* as in `rating == 'TEXT'`",
         ),
+        (
+            {"user_id": ["7"], "item_id": ["i0"], "timestamp": pa.array([0], pa.timestamp("s")), "rating": [1.0]},
+            "none of 1 labelled interactions has a user and an item of the tables; .*first: 'u0', 'i0'",
+        ),
     ],
 )
 def test_interactions_that_cannot_be_read_are_named(world, interactions, message):
