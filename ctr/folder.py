@@ -2,7 +2,8 @@
 
     model.safetensors | model.txt    weights of a network, or LightGBM's text format
     model.json                       model, settings, seed, date, encoders, provenance, checksums
-    vocabularies/<side>.<column>.parquet    values in the order of their codes; in names `/` is %2F and `%` is %25
+    vocabularies/<side>.<column>.parquet    values in the order of their codes; in names `/` is %2F and `%` is %25;
+                                            of a very long name, its SHA-256
     basis.safetensors                the basis that reduces knowledge vectors; missing without knowledge
     metrics.json                     metrics of the test rows
 
@@ -38,6 +39,7 @@ from laserbatch.ctr.training import Training, build_network
 from laserbatch.retrieval_pools.atomic import copy_mode, sha256_file
 
 FORMAT_VERSION = 4
+MAX_NAME_BYTES = 200  # file systems take 255
 TRAIN_AGAIN = "train again into a new folder"
 
 logger = logging.getLogger(__name__)
@@ -129,7 +131,10 @@ def _digest(card: dict[str, Any]) -> str:
 
 
 def _vocabulary_path(folder: Path, side: str, column: str) -> Path:
-    return folder / "vocabularies" / f"{side}.{column.replace('%', '%25').replace('/', '%2F')}.parquet"
+    name = column.replace("%", "%25").replace("/", "%2F")
+    if len(name.encode()) > MAX_NAME_BYTES:
+        name = hashlib.sha256(column.encode()).hexdigest()
+    return folder / "vocabularies" / f"{side}.{name}.parquet"
 
 
 def _encoder(folder: Path, side: str, card: dict[str, Any]) -> Encoder:
