@@ -15,6 +15,7 @@ from laserbatch.ctr.adaptors.once import ContentAdaptor
 from laserbatch.ctr.adaptors.rlmrec import ContrastiveAlignment, GenerativeAlignment
 from laserbatch.ctr.adaptors.trawl import ContrastiveAdaptor
 from laserbatch.ctr.dataset import ModelRows
+from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.feature_set import SideVectors
 from laserbatch.ctr.fields import NUM_RESERVED, Field
 from laserbatch.ctr.knowledge import Knowledge
@@ -23,6 +24,7 @@ from laserbatch.ctr.settings import CtrSettings
 
 ATTENTION_SIZES = (32, 16)  # hidden sizes of DIN's activation unit
 NUM_CROSS_LAYERS = 2  # cross layers of DCNv2
+MAX_CROSS_DIM = 16_384  # a cross layer of this width has weights of 1 GiB, and training takes ten times as much
 ADAPTORS: dict[str, type[Adaptor]] = {
     "linear": LinearAdaptor,
     "kar": HybridExpertAdaptor,
@@ -137,6 +139,11 @@ class DCNv2(nn.Module):
         super().__init__()
         self.inputs = inputs
         dim = inputs.out_dim + inputs.item_dim
+        if dim > MAX_CROSS_DIM:
+            raise CtrError(
+                f"the columns of the tables give inputs of width {dim}, from which a cross layer of dcnv2 has {dim}**2 "
+                f"weights; expected at most {MAX_CROSS_DIM}. Give tables with fewer columns, or train din or gbdt"
+            )
         self.cross = CrossNetwork(dim, NUM_CROSS_LAYERS)
         self.deep = mlp(dim, settings.hidden_sizes, settings.dropout)
         self.logit = nn.Linear(settings.hidden_sizes[-1] + dim, 1)

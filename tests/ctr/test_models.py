@@ -6,6 +6,7 @@ import torch
 from ctr_world import AS_OF, make_features
 
 from laserbatch.ctr.dataset import build_dataset
+from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.fields import Field
 from laserbatch.ctr.knowledge import build_knowledge
 from laserbatch.ctr.layers import CtrBatch, Dice, EntityEmbedding
@@ -34,6 +35,11 @@ def test_cross_network_follows_equation_1():
     for layer in network.layers:
         x = x0 * (x @ layer.weight.T + layer.bias) + x
     assert torch.allclose(network(x0), x, atol=1e-6)
+
+
+def test_cross_layers_that_would_take_all_memory_are_refused(data):
+    with pytest.raises(CtrError, match=r"inputs of width 18005, .* at most 16384\. Give tables with fewer columns"):
+        build_network("dcnv2", data, None, CtrSettings(embedding_dim=2000), 0)
 
 
 def test_activation_unit_is_a_network_over_history_target_difference_and_product():
