@@ -37,8 +37,9 @@ TRAINING = {"dnn_activations": "Dice", "attention_hidden_activations": "PReLU", 
 def entities(tables: Path, exported: Path, side: str) -> pd.DataFrame:
     """A side's table with the codes of its texts; columns of few distinct texts are features, a path's levels are."""
     table = pd.read_parquet(tables / f"{side}s.parquet")
-    for name in [name for name in table if isinstance(table[name].dropna().iloc[0], np.ndarray)]:
-        levels = pd.DataFrame(table[name].tolist(), index=table.index).add_prefix(f"{name}_")
+    for name in [name for name in table if any(isinstance(value, np.ndarray) for value in table[name])]:
+        lists = [[] if value is None else list(value) for value in table[name]]
+        levels = pd.DataFrame(lists, index=table.index).add_prefix(f"{name}_")
         table = table.drop(columns=name).join(levels)
     id_name = f"{side}_id"
     is_text = {name: pd.api.types.is_string_dtype(table[name]) for name in table}
@@ -113,7 +114,8 @@ def main() -> None:
 
     sides = {side: entities(options.tables, options.exported, side) for side in ("user", "item")}
     log = pd.read_parquet(options.tables / "interactions.parquet").sort_values(["timestamp", "user_id", "item_id"])
-    log = log.reset_index(drop=True)
+    is_known = [log[f"{side}_id"].isin(table[f"{side}_id"]) for side, table in sides.items()]
+    log = log[np.all([log["rating"].notna(), *is_known], axis=0)].reset_index(drop=True)  # as `ctr compare` does
     log["label"] = (log["rating"] >= 4).astype(int)
     log["item_index"] = pd.Index(sides["item"]["item_id"]).get_indexer(log["item_id"]) + 1  # 0 is padding
     ends = parts_of(log["timestamp"], pd.Timestamp(options.date, tz="UTC") + pd.Timedelta(days=1))
