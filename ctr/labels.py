@@ -84,6 +84,8 @@ def _value(text: str, rule: str) -> float | bool | str:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     if NUMBER.fullmatch(text):
+        if text.lstrip("+-").isdigit() and abs(float(text)) >= 2**53:
+            raise CtrError(f"ctr.label: {rule!r}: integers from 2**53 on are not exact; compare texts: == '{text}'")
         return float(text)
     if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
         return text[1:-1]

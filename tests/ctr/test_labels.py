@@ -33,7 +33,16 @@ def test_rules_say_which_rows_are_positives_and_what_is_null_is_unknown(rule, va
 
 
 @pytest.mark.parametrize(
-    "rule", ["", "rating >=", "rating >= four", "rating >= 4 or clicked", "__import__('os').system('x')", "f(rating)"]
+    "rule",
+    [
+        "",
+        "rating >=",
+        "rating >= four",
+        "rating >= 4 or clicked",
+        "__import__('os').system('x')",
+        "f(rating)",
+        "code == 9007199254740993",  # 2**53 + 1, which no float is
+    ],
 )
 def test_what_is_no_rule_is_refused_where_settings_are_read(rule):
     with pytest.raises(ValidationError, match=r"Value error, ['\"]"):
