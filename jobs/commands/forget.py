@@ -4,6 +4,7 @@ The receipt is written before anything is removed, and lists what will be remove
 it stopped, with a complete receipt. The receipt holds neither texts nor ids: ids are written as digests.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -252,14 +253,24 @@ def _rebuilt(settings: Settings, name: str, requested: Ids) -> bool:
 
 
 def _forget_in_events(path: Path, requested: Ids) -> None:
-    """Remove the events whose printed line names an id; other events hold no ids."""
+    """Remove the events whose printed line or error names an id; other events hold no ids."""
     if not path.exists():
         return
-    named = re.compile("|".join(rf"(?<!\w){re.escape(key)}(?!\w)" for keys in requested.values() for key in keys))
-    lines = path.read_text("utf-8", errors="replace").splitlines(keepends=True)
-    remaining = [line for line in lines if '"line": ' not in line or not named.search(line)]
+    keys = {form for keys in requested.values() for key in keys for form in (key, repr(key)[1:-1])}
+    named = re.compile("|".join(rf"(?<!\w){re.escape(key)}(?!\w)" for key in keys))
+    lines = path.read_text("utf-8", errors="replace").split("\n")
+    remaining = [line for line in lines if not named.search(_said_in(line))]
     if remaining != lines:
-        write_text("".join(remaining), path)
+        write_text("\n".join(remaining), path)
+
+
+def _said_in(line: str) -> str:
+    """The printed line or the error of an event, without JSON's escapes; of an incomplete event, all of it."""
+    try:
+        event = json.loads(line)
+        return f"{event.get('line', '')}\n{event.get('error', '')}"
+    except (ValueError, AttributeError):
+        return line
 
 
 def _nowhere(

@@ -373,3 +373,12 @@ def test_ids_match_whatever_their_type(kind, ids, expected):
     assert is_of(column, frozenset(ids)).to_pylist() == expected
     too_large = pa.array([2**64 - 5], pa.uint64())  # no night reads such a number, but `forget` may be asked for one
     assert [is_of(too_large, frozenset({key})).to_pylist() for key in ("-5", str(2**64 - 5))] == [[False], [True]]
+
+
+def test_events_whose_error_or_escaped_line_names_an_id_go(tmp_path):
+    who, log = 'Ann "x\\1"\u2028', tmp_path / "events.jsonl"
+    facts = [{"line": f"of 2 users {who!r}"}, {"error": f"1 are missing ({who})"}, {"line": "begun"}]
+    lines = [json.dumps({"event": "said"} | fact, ensure_ascii=False) + "\n" for fact in facts]
+    log.write_text("".join(lines), "utf-8")
+    forgetting._forget_in_events(log, {"user": frozenset({who}), "item": frozenset()})
+    assert log.read_text("utf-8") == lines[-1]
