@@ -185,7 +185,7 @@ def _runs(workspace: Workspace) -> dict[str, RunFolder]:
 
 
 def _remove(workspace: Workspace, settings: Settings, requested: Ids, receipt: Receipt) -> None:
-    receipt.num_leftovers += remove_leftovers(workspace.root) + remove_dead_scratch()
+    receipt.num_leftovers += remove_leftovers(workspace.root) + remove_dead_scratch(waits=True)
     runs = _runs(workspace)
     for name in receipt.removed_runs:
         if name in runs:
@@ -194,12 +194,13 @@ def _remove(workspace: Workspace, settings: Settings, requested: Ids, receipt: R
         if (folder := workspace.experiment(name)).is_dir():
             remove_folder(folder)
     _leave_inherited_clusters(runs, requested, receipt)
+    for run in runs.values():  # events may name entities of which a run has no row
+        _forget_in_events(run.events_path, requested)
     for name, files in receipt.rows.items():
         run = runs.get(name)
         if run is None:
             continue
         receipt.num_samples += forget_in_run(run, files, requested)
-        _forget_in_events(run.events_path, requested)
         try:
             draw_report(run, run.load_manifest())
         except WorkspaceError as error:  # the manifest of another version cannot be drawn
@@ -256,10 +257,14 @@ def _forget_in_events(path: Path, requested: Ids) -> None:
     """Remove the events whose printed line or error names an id; other events hold no ids."""
     if not path.exists():
         return
-    keys = {form for keys in requested.values() for key in keys for form in (key, repr(key)[1:-1])}
-    named = re.compile("|".join(rf"(?<!\w){re.escape(key)}(?!\w)" for key in keys))
     lines = path.read_text("utf-8", errors="replace").split("\n")
-    remaining = [line for line in lines if not named.search(_said_in(line))]
+    said = [_said_in(line) for line in lines]
+    whole = "\n".join(said)
+    keys = {form for keys in requested.values() for key in keys for form in (key, repr(key)[1:-1])}
+    if not (keys := {key for key in keys if key in whole}):
+        return
+    named = re.compile("|".join(rf"(?<!\w){re.escape(key)}(?!\w)" for key in keys))
+    remaining = [line for line, words in zip(lines, said, strict=True) if not named.search(words)]
     if remaining != lines:
         write_text("\n".join(remaining), path)
 

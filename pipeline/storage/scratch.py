@@ -48,27 +48,36 @@ class ScratchFolder:
         self.remove()
 
 
-def remove_dead_scratch(within: Sequence[str] = (), prefix: str = PREFIX) -> int:
-    """Delete scratch folders whose process is gone, in the temporary folder or in others; returns their number."""
+def remove_dead_scratch(within: Sequence[str] = (), prefix: str = PREFIX, waits: bool = False) -> int:
+    """Delete scratch folders whose process is gone, in the temporary folder or in others; returns their number.
+
+    A folder without a lock that is younger than MIN_AGE_S stays, or with `waits` is deleted when it is old enough.
+    """
     folders = map(Path, within or [tempfile.gettempdir()])
-    dead = [path for folder in folders for path in sorted(folder.glob(f"{prefix}*")) if _is_dead(path)]
+    ages = {path: _unlocked_age_s(path) for folder in folders for path in sorted(folder.glob(f"{prefix}*"))}
+    young = [path for path, age in ages.items() if age is not None and age < MIN_AGE_S]
+    dead = [path for path, age in ages.items() if age is not None and age >= MIN_AGE_S]
+    if waits and young:
+        time.sleep(MIN_AGE_S - min(ages[path] or 0 for path in young))
+        dead += [path for path in young if _unlocked_age_s(path) is not None]
     for path in dead:
         shutil.rmtree(path, ignore_errors=True)
     return sum(not path.exists() for path in dead)
 
 
-def _is_dead(path: Path) -> bool:
-    """Whether a folder's process is gone; False if unknown: another user's folder, or a file system without flock."""
+def _unlocked_age_s(path: Path) -> float | None:
+    """The age of a folder that no process locks; None if one does, or if that is unknown.
+
+    Unknown are folders of other users, and all folders on a file system without flock.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
-        return False
+        return None
     try:
-        if time.time() - os.fstat(descriptor).st_mtime < MIN_AGE_S:
-            return False
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return max(0.0, time.time() - os.fstat(descriptor).st_mtime)
     except OSError:
-        return False
+        return None
     finally:
         os.close(descriptor)
-    return True

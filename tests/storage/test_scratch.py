@@ -54,3 +54,14 @@ def test_young_and_foreign_folders_and_links_stay(temporary):
     assert remove_dead_scratch() == 0
     made_long_ago(young)
     assert remove_dead_scratch() == 1 and elsewhere.is_dir() and not young.exists()
+
+
+def test_a_caller_may_wait_until_a_young_folder_is_certainly_dead(temporary, monkeypatch):
+    young = temporary / f"{PREFIX}tables-young"
+    young.mkdir()
+    monkeypatch.setattr("time.sleep", lambda seconds: waited.append(seconds))
+    waited = []
+    with ScratchFolder("tables") as own:
+        assert remove_dead_scratch(waits=True) == 1 and own.is_dir() and not young.exists()
+    assert remove_dead_scratch(waits=True) == 0
+    assert len(waited) == 1 and MIN_AGE_S - 5 < waited[0] < MIN_AGE_S
