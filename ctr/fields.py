@@ -139,9 +139,7 @@ def _bag_codes(name: str, column: pa.Array, vocabulary: pa.Array, num_slots: int
     rows = pc.list_parent_indices(column).to_numpy()
     slots = np.arange(len(rows)) - np.searchsorted(rows, rows)  # position of each element in its own list
     if num_long := np.count_nonzero(slots == MAX_SLOTS):
-        logger.warning(
-            "column %s: %d rows have long lists, of which models read %d elements", name, num_long, MAX_SLOTS
-        )
+        logger.warning("column %s: of %d long lists, models read only the first %d elements", name, num_long, MAX_SLOTS)
     is_read = slots < MAX_SLOTS
     codes = np.zeros((len(column), max(min(int(slots.max(initial=0)) + 1, MAX_SLOTS), num_slots)), np.int32)
     codes[rows[is_read], slots[is_read]] = _codes(column.flatten(), vocabulary)[is_read]

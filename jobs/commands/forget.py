@@ -194,7 +194,7 @@ def _remove(workspace: Workspace, settings: Settings, requested: Ids, receipt: R
         if (folder := workspace.experiment(name)).is_dir():
             remove_folder(folder)
     _leave_inherited_clusters(runs, requested, receipt)
-    for run in runs.values():  # events may name entities of which a run has no row
+    for run in runs.values():  # events may name entities without a row in the run
         _forget_in_events(run.events_path, requested)
     for name, files in receipt.rows.items():
         run = runs.get(name)

@@ -53,7 +53,7 @@ def test_a_long_list_is_cut_with_a_warning_and_trees_keep_the_slots_of_training(
         assert (field.codes > 0).sum(axis=1).tolist() == list(lengths)
     assert not caplog.records
     assert encoder.encode(tags(1, 10_000)).codes.shape == (2, MAX_SLOTS)
-    assert f"column tags: 1 rows have long lists, of which models read {MAX_SLOTS} elements" in caplog.text
+    assert f"column tags: of 1 long lists, models read only the first {MAX_SLOTS} elements" in caplog.text
 
 
 def test_numbers_fall_into_quantile_bins_of_the_trained():
