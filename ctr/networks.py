@@ -24,7 +24,7 @@ from laserbatch.ctr.settings import CtrSettings
 
 ATTENTION_SIZES = (32, 16)  # hidden sizes of DIN's activation unit
 NUM_CROSS_LAYERS = 2  # cross layers of DCNv2
-MAX_CROSS_DIM = 16_384  # a cross layer of this width has weights of 1 GiB, and training takes ten times as much
+MAX_CROSS_DIM = 16_384  # such a cross layer has weights of 1 GiB; by calculation, training takes ten times as much
 ADAPTORS: dict[str, type[Adaptor]] = {
     "linear": LinearAdaptor,
     "kar": HybridExpertAdaptor,

@@ -185,7 +185,9 @@ def _runs(workspace: Workspace) -> dict[str, RunFolder]:
 
 
 def _remove(workspace: Workspace, settings: Settings, requested: Ids, receipt: Receipt) -> None:
-    receipt.num_leftovers += remove_leftovers(workspace.root) + remove_dead_scratch(waits=True)
+    receipt.num_leftovers += remove_leftovers(workspace.root) + remove_dead_scratch(
+        on_wait=lambda seconds: say(f"waiting {seconds:.0f} s: only then is it known whose a new temporary folder is")
+    )
     runs = _runs(workspace)
     for name in receipt.removed_runs:
         if name in runs:

@@ -206,7 +206,7 @@ def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:
 def _run_there(workspace: Workspace, destination: Destination | LakeTables) -> str:
     """The run that readers at a place see, or "". Raises WorkspaceError if it is a run of another workspace.
 
-    That one may have the same id: nights of the same settings and date have.
+    Such a run may have the same id, since an id depends only on the date and the settings.
     """
     run_id, uri = str(destination.published().get("run_id", "")), destination.uri
     last = {place["to"]: place["run_id"] for place in last_deliveries(workspace.root)}

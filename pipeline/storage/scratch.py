@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -48,17 +48,21 @@ class ScratchFolder:
         self.remove()
 
 
-def remove_dead_scratch(within: Sequence[str] = (), prefix: str = PREFIX, waits: bool = False) -> int:
+def remove_dead_scratch(
+    within: Sequence[str] = (), prefix: str = PREFIX, on_wait: Callable[[float], object] | None = None
+) -> int:
     """Delete scratch folders whose process is gone, in the temporary folder or in others; returns their number.
 
-    A folder without a lock that is younger than MIN_AGE_S stays, or with `waits` is deleted when it is old enough.
+    A folder without a lock that is younger than MIN_AGE_S stays. With `on_wait` this waits until it is old enough, and
+    calls that with the number of seconds.
     """
     folders = map(Path, within or [tempfile.gettempdir()])
     ages = {path: _unlocked_age_s(path) for folder in folders for path in sorted(folder.glob(f"{prefix}*"))}
     young = [path for path, age in ages.items() if age is not None and age < MIN_AGE_S]
     dead = [path for path, age in ages.items() if age is not None and age >= MIN_AGE_S]
-    if waits and young:
-        time.sleep(MIN_AGE_S - min(ages[path] or 0 for path in young))
+    if on_wait is not None and young:
+        on_wait(wait_s := MIN_AGE_S - min(ages[path] or 0 for path in young))
+        time.sleep(wait_s)
         dead += [path for path in young if _unlocked_age_s(path) is not None]
     for path in dead:
         shutil.rmtree(path, ignore_errors=True)

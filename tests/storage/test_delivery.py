@@ -201,7 +201,7 @@ def test_a_place_of_another_workspace_stays_as_it_is(workspace, place, tmp_path)
     deliver(workspace, place)
     other = Workspace.open(tmp_path / "other")
     shutil.copytree(workspace.root / "runs", other.root / "runs")
-    other.run(OLD).finish()  # nights of the same settings have the same ids
+    other.run(OLD).finish()  # an id depends only on the date and the settings
     before = there(place)
     for run_id in (NEW, OLD):
         other.publication.publish(run_id)

@@ -59,9 +59,9 @@ def test_young_and_foreign_folders_and_links_stay(temporary):
 def test_a_caller_may_wait_until_a_young_folder_is_certainly_dead(temporary, monkeypatch):
     young = temporary / f"{PREFIX}tables-young"
     young.mkdir()
-    monkeypatch.setattr("time.sleep", lambda seconds: waited.append(seconds))
-    waited = []
+    said, waited = [], []
+    monkeypatch.setattr("time.sleep", waited.append)
     with ScratchFolder("tables") as own:
-        assert remove_dead_scratch(waits=True) == 1 and own.is_dir() and not young.exists()
-    assert remove_dead_scratch(waits=True) == 0
-    assert len(waited) == 1 and MIN_AGE_S - 5 < waited[0] < MIN_AGE_S
+        assert remove_dead_scratch(on_wait=said.append) == 1 and own.is_dir() and not young.exists()
+    assert remove_dead_scratch(on_wait=said.append) == 0
+    assert said == waited and len(waited) == 1 and MIN_AGE_S - 5 < waited[0] < MIN_AGE_S
