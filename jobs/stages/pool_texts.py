@@ -25,6 +25,7 @@ from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.errors import RowError
 from laserbatch.pipeline.knowledge.forms import guiding_grammar
 from laserbatch.pipeline.knowledge.prompts import have_same_tokens
+from laserbatch.pipeline.knowledge.thoughts import mark_tokens
 from laserbatch.pipeline.planning.plan import RenderedRow, load_plan, read_shard
 from laserbatch.pipeline.planning.planner import shared_fingerprint
 from laserbatch.pipeline.sides import Side
@@ -279,7 +280,8 @@ def form_tokens(night: Night, side: Side, texts: Mapping[str | int, np.ndarray])
         return {}
     end_id = night.tokenizer.eos_token_id
     grammars = Grammars(night.tokenizer, len(night.tokenizer), [end_id if isinstance(end_id, int) else 0])
-    return {entity_id: grammars.forced_in(grammar, token_ids) for entity_id, token_ids in texts.items()}
+    _, close_id = mark_tokens(night.tokenizer) or (None, None)
+    return {entity_id: grammars.forced_in(grammar, token_ids, close_id) for entity_id, token_ids in texts.items()}
 
 
 def replay_text(row: RenderedRow, token_ids: np.ndarray, group: str | None, is_form: Mapping) -> ReplayText:

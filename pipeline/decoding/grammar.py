@@ -4,13 +4,15 @@ Where a grammar forces bytes, a mask allows one token, so a text does not depend
 limit would cut an answer, masks allow only tokens that close what is open.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 
 import llguidance
 import numpy as np
 
+from laserbatch.pipeline.decoding.sequence import ThoughtMarks
 from laserbatch.pipeline.errors import ConfigError, first_line
 
 MARGIN = 6  # closing begins this many tokens before it must, as one token may open a further part
@@ -44,25 +46,32 @@ class Grammars:
         self._closing = _Closing.of(self._tokenizer, end_ids)
         self._compiled: dict[str, tuple[llguidance.LLMatcher, int]] = {}
 
-    def guide(self, grammar: str, max_tokens: int) -> "Guide":
-        """The guide of a new text of at most `max_tokens`. Raises ConfigError: the grammar does not compile."""
+    def guide(self, grammar: str, max_tokens: int, thoughts: ThoughtMarks | None = None) -> "Guide":
+        """The guide of a new text of at most `max_tokens`. Raises ConfigError: the grammar does not compile.
+
+        `thoughts` : as in `GenerationRequest`.
+        """
         if grammar not in self._compiled:
             require_grammar(grammar, self._tokenizer)
             matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
             rest = Guide(matcher.deep_copy(), self._closing, self._end_ids, max_tokens, 0).shortest_rest()
             self._compiled[grammar] = matcher, rest if rest < MAX_SHORTEST else -MARGIN
         matcher, shortest = self._compiled[grammar]
-        return Guide(matcher.deep_copy(), self._closing, self._end_ids, max_tokens, shortest)
+        arguments = matcher.deep_copy(), self._closing, self._end_ids, max_tokens, shortest
+        return Guide(*arguments) if thoughts is None else ThinkingGuide(*arguments, thoughts)
 
-    def forced_in(self, grammar: str, token_ids: np.ndarray) -> np.ndarray:
+    def forced_in(self, grammar: str, token_ids: np.ndarray, close_id: int | None = None) -> np.ndarray:
         """Whether each token of a written text, int32[n], was the only one that its grammar allowed: bool[n].
 
-        False after the first token that the grammar does not allow. Raises ConfigError: the grammar does not compile.
+        False up to the token `close_id`, which ends thoughts, and after the first token that the grammar does not
+        allow. Raises ConfigError: the grammar does not compile.
         """
         require_grammar(grammar, self._tokenizer)
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
         is_forced = np.zeros(len(token_ids), bool)
-        for place, token_id in enumerate(token_ids.tolist()):
+        written = token_ids.tolist()
+        first = written.index(close_id) + 1 if close_id in written else 0
+        for place, token_id in enumerate(written[first:], first):
             is_forced[place] = token_id in matcher.compute_ff_tokens()[:1]
             if matcher.is_stopped() or not matcher.try_consume_tokens([token_id]):
                 break
@@ -83,6 +92,7 @@ class Guide:
         self.end_id, self._end_ids = end_ids[0], end_ids
         self._matcher, self._closing = matcher, closing
         self._max_tokens, self._shortest = max_tokens, shortest  # tokens of the text and of the shortest answer
+        self._num_before = 0  # tokens of the text before those that the matcher consumes
         self._num_output = 0  # committed tokens that the matcher has consumed
         self._path: list[int] = []  # drafted tokens that it has consumed after them
 
@@ -158,7 +168,7 @@ class Guide:
 
     def _must_close(self, num_drafted: int) -> bool:
         """Whether the answer must be closed after a path of `num_drafted` tokens, which the matcher has consumed."""
-        num_left = self._max_tokens - self._num_output - num_drafted
+        num_left = self._max_tokens - self._num_before - self._num_output - num_drafted
         return num_left <= self._shortest + MARGIN and num_left <= self.shortest_rest() + MARGIN
 
     def _write_allowed(self, mask: np.ndarray, must_close: bool) -> None:
@@ -187,6 +197,77 @@ class Guide:
         num_consumed = num_common + (self._matcher.try_consume_tokens(rest) if rest else 0)
         self._path = path[:num_consumed]
         return num_consumed
+
+
+class ThinkingGuide(Guide):
+    """The guide of a text with thoughts before the answer: any token is allowed in them, the grammar's after them.
+
+    A model that begins thoughts itself (`ThoughtMarks.open_id`) may as well begin with the answer.
+    """
+
+    def __init__(self, matcher, closing, end_ids, max_tokens, shortest, marks: ThoughtMarks) -> None:
+        super().__init__(matcher, closing, end_ids, max_tokens, shortest)
+        self._marks, self._has_begun = marks, False  # whether the answer has begun
+
+    @property
+    def is_complete(self) -> bool:
+        return self._has_begun and super().is_complete
+
+    def advance(self, output_ids: np.ndarray) -> None:
+        """As `Guide.advance`; also raises ValueError if the thoughts leave no room for an answer."""
+        new = output_ids[self._num_before + self._num_output :].tolist()
+        if not new:
+            return
+        if not self._has_begun:
+            num_thoughts, self._has_begun = self._thoughts_in(new)
+            self._num_before += num_thoughts
+            num_left = self._max_tokens - self._num_before
+            if self._num_before and self._has_begun and num_left <= self._shortest + MARGIN:
+                raise ValueError(
+                    f"its thoughts of {self._num_before} tokens leave {num_left}, too few for an answer; raise "
+                    "decoding.max_new_tokens"
+                )
+        if self._has_begun:
+            super().advance(output_ids[self._num_before :])
+
+    def forced(self, max_tokens: int) -> list[int]:
+        return super().forced(max_tokens) if self._has_begun else []
+
+    def num_allowed(self, token_ids: list[int]) -> int:
+        num_thoughts, is_ended = self._thoughts_in(token_ids)
+        if not is_ended:
+            return len(token_ids)
+        with self._after(num_thoughts):
+            return num_thoughts + super().num_allowed(token_ids[num_thoughts:])
+
+    def write_mask(self, path: list[int], mask: np.ndarray) -> None:
+        num_thoughts, is_ended = self._thoughts_in(path)
+        if not is_ended:
+            mask[:] = 0xFFFFFFFF
+            return
+        with self._after(num_thoughts):
+            super().write_mask(path[num_thoughts:], mask)
+        if (open_id := self._marks.open_id) is not None and self._may_open and not path:
+            mask[open_id // 32] |= np.uint32(1 << open_id % 32)
+
+    @property
+    def _may_open(self) -> bool:
+        """Whether the next token may begin thoughts or the answer."""
+        return self._marks.open_id is not None and not self._has_begun and self._num_before == 0
+
+    def _thoughts_in(self, new: list[int]) -> tuple[int, bool]:
+        """The number of thought tokens in tokens that follow the committed ones, and whether the thoughts end."""
+        if self._has_begun or (self._may_open and new[:1] != [self._marks.open_id]):
+            return 0, True
+        is_ended = self._marks.close_id in new
+        return (new.index(self._marks.close_id) + 1 if is_ended else len(new)), is_ended
+
+    @contextmanager
+    def _after(self, num_thoughts: int) -> Iterator[None]:
+        """Count drafted thoughts as tokens before the answer."""
+        self._num_before += num_thoughts
+        yield
+        self._num_before -= num_thoughts
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,9 @@ class GuidedLogits:
 def begin(sequences: Iterable[DecodingSequence], grammars: Grammars) -> None:
     """Give a guide to sequences that have a grammar and no guide yet, and append the tokens that must come first."""
     for sequence in sequences:
-        if sequence.guide is None and sequence.request.grammar is not None:
-            guide = sequence.guide = grammars.guide(sequence.request.grammar, sequence.max_new_tokens)
+        request = sequence.request
+        if sequence.guide is None and request.grammar is not None:
+            guide = sequence.guide = grammars.guide(request.grammar, sequence.max_new_tokens, request.thoughts)
             sequence.append_forced(guide.forced(_room(sequence)))
 
 

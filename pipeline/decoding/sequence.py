@@ -1,7 +1,7 @@
 """The request for a text, the sequence while it is written, and its result."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -12,6 +12,13 @@ if TYPE_CHECKING:
 
 MAX_FORCED = 64  # most tokens that a grammar appends between two steps
 _NOTHING = np.empty(0, np.uint8)
+
+
+class ThoughtMarks(NamedTuple):
+    """The tokens that begin and end the thoughts before an answer; `open_id` is None if the prompt begins them."""
+
+    open_id: int | None
+    close_id: int
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,7 @@ class GenerationRequest:
     max_new_tokens : limit of this text's tokens.
     seed : int64, seeds the random numbers of a sampled text.
     grammar : the grammar of allowed texts, in llguidance's variant of Lark; None: any text.
+    thoughts : the marks of thoughts, which may come before the text that the grammar allows; None: no thoughts.
     messages : the role and content of each message of the prompt, for servers that take no tokens.
     """
 
@@ -37,6 +45,7 @@ class GenerationRequest:
     max_new_tokens: int = 512
     seed: int = 0
     grammar: str | None = None
+    thoughts: ThoughtMarks | None = None
     messages: tuple[tuple[str, str], ...] = ()
 
 

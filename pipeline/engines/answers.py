@@ -12,8 +12,13 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
-from laserbatch.pipeline.knowledge.thoughts import has_marks, opens_thoughts, without_thoughts
+from laserbatch.pipeline.decoding.sequence import (
+    GenerationFailure,
+    GenerationRequest,
+    GenerationResult,
+    ThoughtMarks,
+)
+from laserbatch.pipeline.knowledge.thoughts import has_marks, mark_tokens, opens_thoughts, without_thoughts
 from laserbatch.pipeline.knowledge.turns import chat_marks
 
 if TYPE_CHECKING:
@@ -27,9 +32,12 @@ PROMPT_END_TOKENS = 16  # the end of a prompt that holds the mark with which a c
 
 
 class Answers:
-    """Cuts the results of one model; `end_ids` are the tokens that its configuration names as end tokens."""
+    """Cuts the results of one model; `end_ids` are the tokens that its configuration names as end tokens.
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", end_ids: tuple[int, ...]) -> None:
+    `thinks` : whether the model may think before an answer even if its prompts do not begin thoughts.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", end_ids: tuple[int, ...], thinks: bool = False) -> None:
         self._tokenizer, self._marks = tokenizer, chat_marks(tokenizer)
         # More tokens at which the engine must end texts.
         self.role_ids = {i: text for i, text in self._marks.end_tokens.items() if i not in end_ids}
@@ -38,13 +46,23 @@ class Answers:
         special = {i for i, token in added.items() if token.special}
         self._hidden_ids = special.union(tokenizer.all_special_ids)  # tokens that result.text does not show
         self._may_open, self._has_warned = has_marks(tokenizer), False
+        self._thinks, self._mark_tokens = thinks, mark_tokens(tokenizer)
+
+    def guided(self, request: GenerationRequest) -> GenerationRequest:
+        """The request, with the marks of the thoughts after which its grammar holds, if the model may think first."""
+        if request.grammar is None or self._mark_tokens is None:
+            return self.unguided_thoughts(request)
+        open_id, close_id = self._mark_tokens
+        if self._opens_thoughts(request.prompt_ids):
+            return replace(request, thoughts=ThoughtMarks(None, close_id))
+        return replace(request, thoughts=ThoughtMarks(open_id, close_id)) if self._thinks else request
 
     def unguided_thoughts(self, request: GenerationRequest) -> GenerationRequest:
-        """The request, without its grammar if the prompt makes the model begin with thoughts, which have no form."""
-        if request.grammar is None or not self._opens_thoughts(request.prompt_ids):
+        """The request, without its grammar if the model may think first, for engines that cannot guide what follows."""
+        if request.grammar is None or not (self._thinks or self._opens_thoughts(request.prompt_ids)):
             return request
         if not self._has_warned:
-            logger.warning("answers are not guided, because the chat template makes the model think first")
+            logger.warning("answers are not guided, because the model may think first")
             self._has_warned = True
         return replace(request, grammar=None)
 

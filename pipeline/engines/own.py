@@ -64,7 +64,7 @@ class OwnEngine(TextEngine):
         self.engine = Engine(loaded, decoding, num_sharing, drafter_bytes_per_token)
         assert loaded.tokenizer is not None
         self.tokenizer = loaded.tokenizer
-        self._answers = Answers(self.tokenizer, self.engine.end_ids)
+        self._answers = Answers(self.tokenizer, self.engine.end_ids, decoding.thinking == "cut")
         self.engine.end_at(self._answers.role_ids)
         self._decoding, self._num_workers, self._step_cost_dir = decoding, num_workers, step_cost_dir
         expected = tokenizer_hash(tokenizer_folder(model_dir, decoding.adapter))
@@ -112,7 +112,7 @@ class OwnEngine(TextEngine):
         def remembered() -> Iterator[GenerationRequest]:
             for request in requests:
                 prompts[request.request_id] = request.prompt_ids
-                yield self._answers.unguided_thoughts(request)
+                yield self._answers.guided(request)
 
         step_budget = StepBudget(self.cached_step_cost() or self.measured_step_cost()) if budget.is_by_step else None
         written = engine.generate(remembered(), drafter, verifier_from(decoding), budget, step_budget)

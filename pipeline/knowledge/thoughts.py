@@ -60,6 +60,15 @@ def opens_thoughts(tokenizer: "PreTrainedTokenizerBase", prompt_end: str) -> boo
     return mark is not None and _is_own(tokenizer, mark.group().strip())
 
 
+def mark_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, int] | None:
+    """The ids of the marks that begin and end a model's thoughts; None if it has no such pair of single tokens."""
+    ids: dict[str, dict[str, int]] = {"open": {}, "close": {}}
+    for i, token in tokenizer.added_tokens_decoder.items():
+        if mark := _MARK.fullmatch(token.content):
+            ids[str(mark.lastgroup)].setdefault(_pair(mark.group()), i)
+    return next(((i, ids["close"][pair]) for pair, i in ids["open"].items() if pair in ids["close"]), None)
+
+
 def has_marks(tokenizer: "PreTrainedTokenizerBase") -> bool:
     """Whether the chat template can open thoughts."""
     return bool(tokenizer.chat_template and _own_pairs(tokenizer))

@@ -14,7 +14,7 @@ from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.grammar import MARGIN, Grammars, Guide, require_grammar
 from laserbatch.pipeline.decoding.guided import GuidedLogits
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
-from laserbatch.pipeline.decoding.sequence import GenerationRequest, GenerationResult
+from laserbatch.pipeline.decoding.sequence import GenerationRequest, GenerationResult, ThoughtMarks
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed
 from laserbatch.pipeline.errors import ConfigError
@@ -199,9 +199,10 @@ def test_masks_are_those_of_a_matcher_that_followed_the_path(engine):
 
 @pytest.mark.parametrize("grammar", [JSON, LINES])
 @pytest.mark.parametrize("max_tokens", [48, 300])
-def test_tokens_are_allowed_where_their_masks_hold_them(engine, grammar, max_tokens):
+@pytest.mark.parametrize("marks", [None, ThoughtMarks(None, 300), ThoughtMarks(301, 300)])
+def test_tokens_are_allowed_where_their_masks_hold_them(engine, grammar, max_tokens, marks):
     """Paths of allowed tokens and one token that may be forbidden, far from the limit and close to it."""
-    rng, guide, compared = np.random.default_rng(max_tokens), engine.grammars.guide(grammar, max_tokens), 0
+    rng, guide, compared = np.random.default_rng(max_tokens), engine.grammars.guide(grammar, max_tokens, marks), 0
     output = guide.forced(max_tokens - 2)
     for _round in range(60):
         if guide.is_complete or len(output) >= max_tokens - 4:
@@ -212,6 +213,8 @@ def test_tokens_are_allowed_where_their_masks_hold_them(engine, grammar, max_tok
             guide.write_mask(path, mask)
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
             token = int(rng.choice(allowed) if len(allowed) and rng.random() < 0.8 else rng.integers(engine.vocab_size))
+            if marks and rng.random() < 0.2:
+                token = int(rng.choice([mark for mark in marks if mark is not None]))
             is_left |= token not in allowed
             num_allowed += not is_left
             path.append(token)

@@ -1,6 +1,7 @@
 """The part of a model's output that is stored is its own turn, for every engine and all drafts."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,16 +26,17 @@ HUMAN = (
 )
 
 
-def answers(folder, max_new_tokens: int = 24) -> list:
+def answers(folder, max_new_tokens: int = 24, grammar: str | None = None, **options) -> list:
     """The engine's answers without drafts, and with drafts that contain everything the model writes."""
     results = []
     for drafts in ({"drafters": (), "max_draft_tokens": 0}, {"max_draft_tokens": 8, "min_acceptance": 0.0}):
-        decoding = DecodingSettings(model=str(folder), verifier="greedy", batch_size=2, **drafts)
+        decoding = DecodingSettings(model=str(folder), verifier="greedy", batch_size=2, **drafts, **options)
         engine = OwnEngine(folder, decoding, "cpu", 1, 1, 1, {}, folder)
         prompt = encode_chat(engine.tokenizer, "Describe Heat.", None, {})
         raw = engine.engine.generate([GenerationRequest("0", prompt, max_new_tokens=max_new_tokens)])
         written = next(iter(raw)).token_ids
-        request = GenerationRequest("0", prompt, np.append(written, written), max_new_tokens=max_new_tokens)
+        drafted_from = np.append(written, written)
+        request = GenerationRequest("0", prompt, drafted_from, None, max_new_tokens, grammar=grammar)
         results += engine.generate("item", [request], decoding)
     plain, drafted = results
     assert drafted.num_accepted > 0, "nothing was drafted, so nothing was compared"
@@ -113,6 +115,35 @@ def test_thoughts_that_do_not_end_are_no_text(tmp_path, parts):
     plain, _ = answers(parrot(tmp_path / "m", script, **parts))
     assert (plain.finish_reason, plain.num_thought_tokens) == ("unclosed_thoughts", 24)
     assert "Okay, so the user" in plain.text
+
+
+@pytest.mark.parametrize(
+    ("script", "parts", "thinking"),
+    [
+        ([*THOUGHTS, "</think>", *ANSWER], {"template": OPENED, "after": "\n", "tokens": ["<think>"]}, "off"),
+        (["<think>", *THOUGHTS, "</think>", *ANSWER], {}, "cut"),
+        (ANSWER, {"tokens": ["<think>", "</think>"]}, "cut"),
+    ],
+)
+def test_an_answer_after_thoughts_has_its_form(tmp_path, script, parts, thinking):
+    folder = parrot(tmp_path / "m", script, **parts)
+    plain, _ = answers(folder, 40, 'start: "Genre: " /[a-z]{3}/', thinking=thinking)
+    assert re.fullmatch("Genre: [a-z]{3}", plain.text) and plain.finish_reason == "end_of_text"
+    assert plain.num_thought_tokens == len(script) - 3, "thoughts are written as the model likes"
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.decode(plain.written[0]).removesuffix(plain.text) == "".join(script[:-3])
+
+
+def test_thoughts_that_leave_no_room_for_an_answer_fail_with_the_advice(tmp_path):
+    folder = parrot(tmp_path / "m", ["<think>", *THOUGHTS, "</think>", *ANSWER])
+    decoding = DecodingSettings(model=str(folder), verifier="greedy", thinking="cut")
+    engine = OwnEngine(folder, decoding, "cpu", 1, 1, 1, {}, folder)
+    prompt = encode_chat(engine.tokenizer, "Describe Heat.", None, {})
+    request = GenerationRequest("0", prompt, max_new_tokens=14, grammar='start: "Genre: " /[a-z]{3}/')
+    (failure,) = engine.generate("item", [request], decoding)
+    assert failure.reason == (
+        "left-form: its thoughts of 6 tokens leave 8, too few for an answer; raise decoding.max_new_tokens"
+    )
 
 
 def test_what_vllm_wrote_is_cut_alike(tmp_path):

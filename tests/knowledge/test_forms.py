@@ -58,7 +58,9 @@ def test_the_form_of_a_shipped_template_is_what_its_parser_reads(name):
         return
     assert grammar is not None and guiding_grammar(template, DecodingSettings(max_new_tokens=200)) == grammar
     assert guiding_grammar(template, DecodingSettings(guided=False)) is None  # YAML reads a bare `off` as False
-    assert guiding_grammar(template, DecodingSettings(thinking="cut")) is None
+    thinks = DecodingSettings(thinking="cut", max_new_tokens=200)
+    assert guiding_grammar(template, thinks) == grammar, "the grammar holds after the thoughts"
+    assert guiding_grammar(template, thinks.model_copy(update={"engine": "vllm"})) is None
     text = example(template)
     assert is_whole(grammar, text)
     parsed = parse_answer(template, text)
