@@ -58,26 +58,25 @@ def newest_attempt(
     """
     edition = newest_edition(workspace, date, identity)
     run = workspace.run(make_run_id(date, identity, edition))
-    exists = run.is_finished or run.manifest_path.exists()
-    manifest = RunManifest.load(run.manifest_path) if exists else None
-    attempt = Attempt(run, edition, manifest)
-    if manifest is None and run.run_id in workspace.publication.rolled_back():  # its folder is away
-        return Attempt(workspace.run(make_run_id(date, identity, edition + 1)), edition + 1, None)
-    if manifest is None:
-        return attempt
+    next_edition = Attempt(workspace.run(make_run_id(date, identity, edition + 1)), edition + 1, None)
+    is_rolled_back = run.run_id in workspace.publication.rolled_back()
+    if not run.is_finished and not run.manifest_path.exists():  # new, or its folder is away
+        return next_edition if is_rolled_back else Attempt(run, edition, None)
+    manifest = RunManifest.load(run.manifest_path)
     changed = tuple(changed_inputs(manifest.origin.inputs, inputs))
+    attempt = Attempt(run, edition, manifest, changed)
     begins_anew = force or (redo and changed) if attempt.is_done else force and not manifest.origin.force
-    if run.run_id in workspace.publication.not_built_on() and run.run_id not in workspace.publication.rolled_back():
+    if run.run_id in workspace.publication.not_built_on() and not is_rolled_back:
         say(f"run {run.run_id} was built on a run that was rolled back since; the night of its date is run again")
         begins_anew = True
     if begins_anew:
-        return Attempt(workspace.run(make_run_id(date, identity, edition + 1)), edition + 1, None)
+        return next_edition
     if changed and not attempt.is_done:
         raise WorkspaceError(
             f"run {run.run_id} was started from other inputs ({', '.join(changed)} changed since); "
             f"restore them to finish it, or delete {run.root} to start it anew"
         )
-    return Attempt(run, edition, manifest, changed)
+    return attempt
 
 
 def newest_edition(workspace: Workspace, date: datetime.date, identity: Mapping[str, Any]) -> int:
