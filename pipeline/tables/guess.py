@@ -160,11 +160,8 @@ def _with_decimal_commas(head: pa.Table) -> list[str]:
 def _numeric_names(head: pa.Table) -> list[str]:
     """Names of columns that are numbers, as the values below them are."""
     named = [name for name in head.column_names if re.fullmatch(NUMBER, name)]
-    return [
-        name
-        for name in named
-        if all(re.fullmatch(NUMBER, of or "") for of in head[name].slice(0, NUM_ROWS).to_pylist())
-    ]
+    columns = head.select(named).slice(0, NUM_ROWS).to_pydict()
+    return [name for name, values in columns.items() if all(re.fullmatch(NUMBER, value or "") for value in values)]
 
 
 def _csv_options(path: Path, note: Callable[[str], object]) -> dict[str, Any]:
