@@ -54,7 +54,9 @@ class _Column:
             _, offsets, *_ = column.buffers()
             bounds = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
             _write(self._files[1], bounds[:-1] - bounds[0] + self._total)
-            _write(self._files[0], _flat(column)[bounds[0] : bounds[-1]])
+            is_list = pa.types.is_large_list(self._kind)
+            values = column.values.to_numpy() if is_list else np.frombuffer(column.buffers()[2] or b"", np.uint8)
+            _write(self._files[0], values[bounds[0] : bounds[-1]])
             self._total += int(bounds[-1] - bounds[0])
 
     def array(self) -> pa.Array:
@@ -70,13 +72,6 @@ class _Column:
             flat = pa.Array.from_buffers(cast(pa.LargeListType, kind).value_type, self._total, [None, data])
             return pa.Array.from_buffers(kind, self._length, [None, offsets], children=[flat])
         return pa.Array.from_buffers(kind, self._length, [None, offsets, data])
-
-
-def _flat(column: pa.Array) -> np.ndarray:
-    """The values of all lists end to end, or the bytes of all texts."""
-    if pa.types.is_large_list(column.type):
-        return column.values.to_numpy()
-    return np.frombuffer(column.buffers()[2] or b"", np.uint8)
 
 
 def _write(file: IO[bytes], values: np.ndarray) -> None:
