@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from laserbatch.pipeline.errors import first_line
 from laserbatch.pipeline.storage.scratch import ScratchFolder
@@ -22,7 +23,6 @@ from laserbatch.pipeline.tables.findings import FaultyTable, Finding
 BATCH_ROWS, BATCH_BYTES = 16 * 1024, 4 << 20  # rows per batch of a file, bytes per batch of a server
 NOT_A_QUERY = "expected one SELECT statement"
 SERVERS = ("postgresql://", "postgres://")
-_READ_ONLY = "options=-c%20default_transaction_read_only%3Don"  # an option of libpq
 _MAX_DIGITS = 38  # most digits of a decimal128
 QUERY_KEY = b"laserbatch.query"  # key in a Parquet file's metadata
 _TYPES = {int: pa.int64(), float: pa.float64(), str: pa.string(), bytes: pa.binary()}
@@ -90,7 +90,9 @@ def _server_rows(uri: str, query: str, table: str) -> Iterator[pa.RecordBatch]:
     from adbc_driver_postgresql import StatementOptions
     from adbc_driver_postgresql.dbapi import connect
 
-    with connect(f"{uri}{'&' if '?' in uri else '?'}{_READ_ONLY}") as server, server.cursor() as cursor:
+    query = query.rstrip("; \t\r\n") + "\n"  # ADBC writes `COPY (query) TO ...`, which a last comment would hide
+    with connect(uri) as server, server.cursor() as cursor:
+        cursor.execute("SET TRANSACTION READ ONLY")
         # The query is not run yet: COPY, which has no columns, would write a file even in a read-only transaction.
         if not len(cursor.adbc_execute_schema(query)):
             raise ValueError(NOT_A_QUERY)
@@ -105,16 +107,18 @@ def _server_rows(uri: str, query: str, table: str) -> Iterator[pa.RecordBatch]:
 
 def _plain(column: pa.Array, field: pa.Field, uri: str, table: str) -> pa.Array:
     """A server's column without types that only the server has: decimals become Arrow's, as they are declared."""
-    if not isinstance(field.type, pa.BaseExtensionType) or isinstance(field.type, pa.UuidType | pa.JsonType):
-        return column
-    storage = column.storage
     metadata = field.metadata or {}
     kind = metadata.get(b"POSTGRESQL:type", b"unknown").decode()
+    is_own = isinstance(field.type, pa.BaseExtensionType) and not isinstance(field.type, pa.UuidType | pa.JsonType)
+    if not is_own and kind != "money":  # ADBC gives money as a count of cents
+        return column
     declared = int(metadata.get(b"POSTGRESQL:typmod", b"-1")) - 4  # digits and scale, as PostgreSQL stores them
     if kind == "numeric" and declared >= 0 and declared >> 16 <= _MAX_DIGITS:
-        return storage.cast(pa.decimal128(declared >> 16, declared & 0x7FF))
-    advice = f"write `CAST({field.name} AS {'double precision' if kind == 'numeric' else 'text'}) AS {field.name}`"
-    found = f"the column has the type {kind}{' of any number of digits' if kind == 'numeric' else ''}:"
+        numbers = pc.if_else(pc.equal(column.storage, "nan"), pa.scalar(None, pa.string()), column.storage)
+        return numbers.cast(pa.decimal128(declared >> 16, declared & 0x7FF))
+    plain = {"numeric": "double precision", "money": "numeric(20, 2)"}.get(kind, "text")
+    advice = f"write `CAST({field.name} AS {plain}) AS {field.name}`"
+    found = f"the column has the type {kind}{' of any number of digits' if kind == 'numeric' else ''}"
     expected = "a type that Arrow supports"
     where = str(shown_database(uri))
     raise FaultyTable(Finding("database-type", table, found, expected, f"{advice} in the query", field.name, where))

@@ -272,12 +272,21 @@ def test_a_server_that_goes_away_in_the_middle_of_a_query_ends_the_import_and_le
         ("DELETE FROM events RETURNING sku", "cannot be queried .*read-only transaction"),
         ("COPY events TO '/tmp/events.csv'", "cannot be queried .*one SELECT"),
         ("SELECT avg(price) AS price FROM products", r"type numeric of any number .*CAST\(price AS double"),
+        ("SELECT CAST(12.34 AS money) AS price", r"type money; .*CAST\(price AS numeric\(20, 2\)\)"),
         ("SELECT point(1, 2) AS place", r"column has the type point.*CAST\(place AS text\) AS place"),
     ],
 )
 def test_what_a_server_is_not_to_do_is_refused(server, query, message):
     with pytest.raises(FaultyTable, match=message):
         list(query_rows(server, query, "items"))
+
+
+def test_options_of_the_uri_a_last_comment_and_nan_are_read_as_the_server_reads_them(server):
+    uri = f"{server}{'&' if '?' in server else '?'}options=-csearch_path%3Dpg_catalog"
+    query = "SELECT current_schemas(false)::text AS path, CAST('NaN' AS numeric(9, 2)) AS price"
+    for end in (" -- all", ";\n"):
+        (rows,) = query_rows(uri, query + end, "items")
+        assert rows.to_pylist() == [{"path": "{pg_catalog}", "price": None}]
 
 
 def test_a_server_that_cannot_be_reached_is_named_without_its_user(server):
