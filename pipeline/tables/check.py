@@ -260,7 +260,8 @@ def _checked_batches(
     columns, first_row = [], 0
     for name, kind in part.usable.items():
         role = role_of(part.table, name)
-        is_ruled = role is not ATTRIBUTE or plain_type(kind) in (pa.string(), PATH_TYPE) or name in part.file.doubled
+        is_ruled = plain_type(kind) in (pa.string(), PATH_TYPE) or pt.is_temporal(plain_type(kind))
+        is_ruled |= role is not ATTRIBUTE or name in part.file.doubled
         if role is not None and is_ruled and name not in sound:
             columns.append(name)
     if not columns:

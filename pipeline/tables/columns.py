@@ -21,6 +21,7 @@ from laserbatch.pipeline.tables.findings import Finding, Findings
 
 # Seconds read as milliseconds lie in January 1970, and so does a 0 that means an unknown time.
 YEAR_S = 365 * 86_400
+FIRST_YEAR_S, LAST_YEAR_S = -377_705_116_800, 253_402_300_800  # start of the year -9999, end of 9999
 MAX_ID = pa.scalar(2**63 - 1, pa.uint64())
 
 
@@ -95,6 +96,12 @@ def _seconds(values: pa.Array) -> pa.Array:
 def _out_of_range(values: pa.Array) -> pa.Array:
     seconds = _seconds(values)
     return pc.or_(pc.less(seconds, sc.EARLIEST_S), pc.greater(seconds, sc.LATEST_S))
+
+
+def _beyond_years(values: pa.Array) -> pa.Array:
+    is_day = pt.is_timestamp(values.type) or pt.is_date(values.type)
+    seconds = _seconds(values) if is_day else pa.nulls(len(values), pa.float64())
+    return pc.or_(pc.less(seconds, FIRST_YEAR_S), pc.greater_equal(seconds, LAST_YEAR_S))
 
 
 def _odd(values: pa.Array) -> pa.Array:
@@ -196,6 +203,9 @@ ATTRIBUTE = Role(
         _UTF8,
         Rule("null-in-list", "the list has nulls in it:", "strings only", "take the nulls out of the list",
              _null_in_list),
+        Rule("bad-timestamp", "the year has more than four digits, like infinity after a conversion:",
+             "a year up to 9999", "write null instead (in a query: `NULLIF({column}, 'infinity') AS {column}`)",
+             _beyond_years),
     ),
     advice="leave it out (`laserbatch data import` with the `attributes` that you want), or write its parts as "
     "separate columns",

@@ -66,6 +66,8 @@ FAULTS = [  # (kind, table, column, row, value) of the expected finding, and the
     ("bad-timestamp", "users", "created_at", 0, 2**62, {"users": replaced("users", created_at=[2**62, None, DAY_1_S])}),
     ("bad-timestamp", "users", "created_at", 0, f"{END_MS} (timestamp[ms])",
      {"users": replaced("users", created_at=pa.array([END_MS, None, None], pa.timestamp("ms")))}),
+    ("bad-timestamp", "users", "extra", 1, "2147483647 (date32[day])",
+     {"users": replaced("users", extra=pa.array([0, 2**31 - 1, None], pa.int32()).cast(pa.date32()))}),
     ("bad-text", "items", "title", 1, b"\xff", {"items": replaced("items", title=NOT_UTF8)}),
     ("bad-rating", "interactions", "rating", 0, math.inf, interactions(rating=[math.inf, 2.0, 3.0])),
     ("empty-table", "interactions", None, None, None, {"interactions": sound_world()["interactions"].slice(0, 0)}),
