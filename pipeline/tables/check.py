@@ -197,13 +197,13 @@ def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
     for part in typed_parts(listing.files, table):
         name = part.name_in(path)
         try:
-            file = part.open()
+            with part.open() as file:  # closed at once: a table may have more files than a process may have open
+                num_rows += file.metadata.num_rows
         except (pa.ArrowException, OSError) as error:
             findings.add(unreadable(table, name, error))
             num_rows += 1  # the file may have rows
             yield _Part(table, name)
             continue
-        num_rows += file.metadata.num_rows
         faults = schema_findings(table, name, file.schema_arrow)
         findings.add(*faults)
         if any(fault.kind == "duplicate-column" for fault in faults):
@@ -267,16 +267,17 @@ def _checked_batches(
     if not columns:
         return
     try:
-        for batch in part.file.iter_batches(BATCH_ROWS, columns=columns):
-            values = {name: _decoded(batch.column(name)) for name in batch.schema.names}
-            values |= {name: in_unit(values[name], unit) for name, unit in part.units.items() if name in values}
-            for column, array in values.items():
-                role = RATING_OF_EVENT if column == "rating" and "event" in values else role_of(part.table, column)
-                assert role is not None
-                for rule in role.rules:
-                    rule.check(part.table, column, part.name, first_row, array, findings)
-            yield first_row, values
-            first_row += batch.num_rows
+        with part.file.reopened() as file:
+            for batch in file.iter_batches(BATCH_ROWS, columns=columns):
+                values = {name: _decoded(batch.column(name)) for name in batch.schema.names}
+                values |= {name: in_unit(values[name], unit) for name, unit in part.units.items() if name in values}
+                for column, array in values.items():
+                    role = RATING_OF_EVENT if column == "rating" and "event" in values else role_of(part.table, column)
+                    assert role is not None
+                    for rule in role.rules:
+                        rule.check(part.table, column, part.name, first_row, array, findings)
+                yield first_row, values
+                first_row += batch.num_rows
     except FaultyTable as error:
         findings.add(error.finding)
     except (pa.ArrowException, OSError) as error:

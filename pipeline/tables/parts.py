@@ -107,6 +107,10 @@ class PartFile:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
+    def reopened(self) -> "PartFile":
+        """The file, open again after it was closed; its metadata is not read again."""
+        return self._part.open(self.metadata)
+
     def iter_batches(
         self, batch_size: int = BATCH_ROWS, columns: Sequence[str] | None = None
     ) -> Iterator[pa.RecordBatch]:

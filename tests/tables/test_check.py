@@ -3,6 +3,8 @@
 import datetime
 import json
 import math
+import os
+import resource
 import time
 from dataclasses import replace
 
@@ -167,6 +169,19 @@ def test_duplicates_over_files_name_the_file_of_the_second(tmp_path):
         pq.write_table(pa.table({"user_id": [f"u{number + 1}", "u3"]}), path / "users" / f"{number}.parquet")
     (finding,) = check_tables(path)
     assert (finding.kind, finding.file, finding.row, finding.value) == ("duplicate-id", "users/1.parquet", 1, "u3")
+
+
+def test_a_table_may_have_more_files_than_a_process_may_have_open(tmp_path):
+    path = write_world(tmp_path, users=None)
+    (path / "users").mkdir()
+    for number in range(1, 60):
+        pq.write_table(pa.table({"user_id": [f"u{number}"]}), path / "users" / f"{number}.parquet")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, limits[1]))
+        assert check_tables(path) == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_files_of_a_table_that_differ_are_found(tmp_path):
