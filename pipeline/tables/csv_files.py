@@ -151,7 +151,8 @@ class _Doubts:
             row = first_row + pc.index(is_header, True).as_py()
             raise TableError(
                 f"{self.path}, row {row}: the row repeats the names of the columns, as in joined files, or as a header "
-                "does if the mapping sets `column_names`. Remove the row, or leave out `column_names`."
+                "does if the mapping sets `column_names`. Remove the row, or leave out `column_names`. If the first "
+                "line of the file is no header, set `column_names`."
             )
         for name, column in zip(rows.schema.names, rows.columns, strict=True):
             text_bytes = column.buffers()[2]  # bytes of all strings; they show that most batches raise no doubt

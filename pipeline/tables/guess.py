@@ -132,7 +132,11 @@ def read_sources(folder: Path, note: Callable[[str], object] = lambda text: None
                     )
                 sources.append(SourceTable(path.name, head, options, is_whole))
     if not sources:
-        raise TableError(f"{folder} has no Parquet or CSV file with rows; expected users, items and interactions")
+        raise TableError(
+            f"{folder} has no Parquet or CSV file with rows; expected users, items and interactions. Convert JSON "
+            "lines as docs/tables-and-models.md says. For text files of other names, such as ratings.dat, write a "
+            "mapping like configs/import_movielens_1m.yaml"
+        )
     return sources
 
 
@@ -225,7 +229,8 @@ def _names_of_item_ids(sources: list[SourceTable]) -> str:
     logged = {name for source in sources if source.named(USER_ID) for name in source.head.column_names}
     item_ids = set()
     for source in (source for source in sources if source.named(TITLE) and not source.named(USER_ID)):
-        names = source.named(ITEM_ID) or [*source.named(SOME_ID), *logged.intersection(source.head.column_names)]
+        usual = [*filter(source.is_id, source.named(ITEM_ID))]  # not `videos` of Amazon, which is a list
+        names = usual or [*source.named(SOME_ID), *logged.intersection(source.head.column_names)]
         item_ids.update(name for name in names if source.is_id(name) and name not in source.named(TITLE))
     return "|".join([ITEM_ID, *(f"^{re.escape(name)}$" for name in sorted(item_ids))])
 
@@ -247,7 +252,10 @@ def _files(sources: list[SourceTable], item_ids: str) -> tuple[SourceTable, Sour
     if log is None or items is None:
         columns_by_file = "; ".join(f"{source.name}: {', '.join(source.head.column_names)}" for source in sources)
         missing = "items (an id and a title)" if log else "interactions (a user id, an item id and a time)"
-        raise TableError(f"no file looks like {missing}; see configs/import_example.yaml. Found: {columns_by_file}")
+        raise TableError(
+            f"no file looks like {missing}; write a mapping like configs/import_example.yaml, with `column_names` for "
+            f"a file that has no header line. Found: {columns_by_file}"
+        )
     others = [source for source in rest if source is not items]
     of_users = [source for source in others if any(map(source.is_id, source.named(USER_ID)))]
     by_stem = [source for source in others if re.search(USER_ID, source.stem, re.IGNORECASE)]

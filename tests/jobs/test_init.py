@@ -299,7 +299,7 @@ def amazon(num_items: int = 12) -> dict:
         "main_category": ["All Beauty", "Books"] * (num_items // 2), "title": [f"Lotion {n}" for n in range(num_items)],
         "average_rating": [4.5] * num_items, "images": [{"hi_res": ["u"]}] * num_items,
         "description": [["Soft."]] * num_items, "details": ['{"Brand": "X; Y"}'] * num_items,
-        "parent_asin": [f"B0{n:03d}" for n in range(num_items)],
+        "videos": [[{"url": "v"}]] * num_items, "parent_asin": [f"B0{n:03d}" for n in range(num_items)],
     }  # fmt: skip
     reviews = {
         "rating": [float(1 + n % 5) for n in range(60)], "title": [f"review {n}" for n in range(60)],

@@ -199,6 +199,7 @@ def test_domains_are_known_by_names_of_items():
     assert all(domain_of([name]) == domains()[domain] for name, domain in
                [("song_id", "songs"), ("jobs.parquet", "jobs"), ("sku", "shop"), ("movieId", "films")])  # fmt: skip
     assert domain_of(["title", "thing"]) is None
+    assert domain_of(["articles", "article_id"]) is None  # of a newspaper, or of a shop
 
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted(SHIPPED_TEMPLATES.glob("*.yaml"))])
