@@ -92,7 +92,8 @@ def _server_rows(uri: str, query: str, table: str) -> Iterator[pa.RecordBatch]:
 
     query = query.rstrip("; \t\r\n") + "\n"  # ADBC writes `COPY (query) TO ...`, which a last comment would hide
     with connect(uri) as server, server.cursor() as cursor:
-        cursor.execute("SET TRANSACTION READ ONLY")
+        for setting in ("TRANSACTION READ ONLY", "client_encoding TO 'UTF8'"):  # ADBC passes text on as it comes
+            cursor.execute(f"SET {setting}")
         # The query is not run yet: COPY, which has no columns, would write a file even in a read-only transaction.
         if not len(cursor.adbc_execute_schema(query)):
             raise ValueError(NOT_A_QUERY)

@@ -281,12 +281,13 @@ def test_what_a_server_is_not_to_do_is_refused(server, query, message):
         list(query_rows(server, query, "items"))
 
 
-def test_options_of_the_uri_a_last_comment_and_nan_are_read_as_the_server_reads_them(server):
+def test_options_of_the_uri_an_encoding_a_last_comment_and_nan_are_read_right(server):
     uri = f"{server}{'&' if '?' in server else '?'}options=-csearch_path%3Dpg_catalog"
-    query = "SELECT current_schemas(false)::text AS path, CAST('NaN' AS numeric(9, 2)) AS price"
+    uri += "&client_encoding=LATIN1"  # the default for a server's database in Latin-1
+    query = "SELECT current_schemas(false)::text || U&' \\00e9' AS path, CAST('NaN' AS numeric(9, 2)) AS price"
     for end in (" -- all", ";\n"):
         (rows,) = query_rows(uri, query + end, "items")
-        assert rows.to_pylist() == [{"path": "{pg_catalog}", "price": None}]
+        assert rows.to_pylist() == [{"path": "{pg_catalog} é", "price": None}]
 
 
 def test_a_server_that_cannot_be_reached_is_named_without_its_user(server):
