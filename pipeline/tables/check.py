@@ -21,9 +21,9 @@ from laserbatch.pipeline.tables.layout import name_left_out
 from laserbatch.pipeline.tables.parts import PartFile, typed_parts
 from laserbatch.pipeline.tables.schema import (
     ID_COLUMNS,
-    PATH_TYPE,
     REQUIRED_COLUMNS,
     id_type,
+    is_number_type,
     list_table,
     plain_type,
     tables_folder,
@@ -260,8 +260,7 @@ def _checked_batches(
     columns, first_row = [], 0
     for name, kind in part.usable.items():
         role = role_of(part.table, name)
-        is_ruled = plain_type(kind) in (pa.string(), PATH_TYPE) or pt.is_temporal(plain_type(kind))
-        is_ruled |= role is not ATTRIBUTE or name in part.file.doubled
+        is_ruled = role is not ATTRIBUTE or not is_number_type(kind) or name in part.file.doubled
         if role is not None and is_ruled and name not in sound:
             columns.append(name)
     if not columns:

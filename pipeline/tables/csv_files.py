@@ -279,18 +279,14 @@ def _quote_fault(path: Path, form: FileFormat, is_sure: bool = False) -> str | N
     """
     if not (is_sure or _has_text_beside_quotes(path, form)):
         return None
-    limit = csv.field_size_limit(2**31 - 1)
-    try:
-        with _open_lines(pa.input_stream(str(path)), form.encoding) as lines:
-            reader, before = _python_reader(lines, form), 0
-            try:
-                for _ in reader:
-                    before = reader.line_num
-                return None
-            except csv.Error as error:
-                reason = str(error)
-    finally:
-        csv.field_size_limit(limit)
+    with _open_lines(pa.input_stream(str(path)), form.encoding) as lines:
+        reader, before = _python_reader(lines, form), 0
+        try:
+            for _ in reader:
+                before = reader.line_num
+            return None
+        except csv.Error as error:
+            reason = str(error)
     with _open_lines(pa.input_stream(str(path)), form.encoding) as lines:
         line = next(islice(lines, before, None), "").rstrip("\r\n")
     place = f"{path}, line {before + 1}: {line[:_SHOWN]!r}{' ...' * (len(line) > _SHOWN)}"
@@ -311,16 +307,12 @@ def _quote_fault(path: Path, form: FileFormat, is_sure: bool = False) -> str | N
 def _length_fault(path: Path, form: FileFormat) -> str:
     """A message on the longest row of a file with a row that does not fit into a block."""
     longest, place, before = 0, 1, 0
-    limit = csv.field_size_limit(2**31 - 1)
-    try:
-        with _open_lines(pa.input_stream(str(path)), form.encoding) as lines:
-            reader = _python_reader(lines, form)
-            for row in reader:
-                if (length := sum(map(len, row))) > longest:
-                    longest, place = length, before + 1
-                before = reader.line_num
-    finally:
-        csv.field_size_limit(limit)
+    with _open_lines(pa.input_stream(str(path)), form.encoding) as lines:
+        reader = _python_reader(lines, form)
+        for row in reader:
+            if (length := sum(map(len, row))) > longest:
+                longest, place = length, before + 1
+            before = reader.line_num
     return (
         f"{path}, line {place}: the row has {longest:,} characters, and a row of a CSV may have about "
         f"{BLOCK_BYTES:,} bytes. Shorten its fields, or export the file as Parquet."
@@ -354,6 +346,7 @@ def _open_lines(raw: pa.NativeFile, encoding: str) -> io.TextIOWrapper:
 
 def _python_reader(lines: io.TextIOWrapper, form: FileFormat) -> Any:
     """Python's CSV reader for a format; it is slow, and strict about quotes."""
+    csv.field_size_limit(2**31 - 1)  # for the whole process; the default is 128 KB
     quoting = csv.QUOTE_MINIMAL if form.quote else csv.QUOTE_NONE
     return csv.reader(
         lines, delimiter=form.delimiter, quotechar=form.quote, escapechar=form.escape, quoting=quoting, strict=True
