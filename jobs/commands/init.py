@@ -133,8 +133,8 @@ def _init_in_schema(tables: str, out: Path, as_json: bool) -> None:
 
 def _finish(outcome: dict[str, Any], first_command: str, out: Path, as_json: bool) -> None:
     """Print what was written and guessed, and the three commands that come next."""
-    today = datetime.datetime.now(datetime.UTC).date()
-    commands = [first_command, f"laserbatch try{_named(out)}", f"laserbatch nightly --date {today}{_named(out)}"]
+    yesterday = datetime.datetime.now(datetime.UTC).date() - datetime.timedelta(days=1)  # the last day that is over
+    commands = [first_command, f"laserbatch try{_named(out)}", f"laserbatch nightly --date {yesterday}{_named(out)}"]
     if as_json:
         summary(outcome | {"next": commands}, as_json)
         return

@@ -1,5 +1,6 @@
 """`laserbatch init`: its guesses about unknown tables, and its words about the bundled model."""
 
+import datetime
 import json
 from pathlib import Path
 
@@ -113,7 +114,8 @@ def test_the_three_commands_that_follow_are_printed_as_they_are_typed(job_board,
     printed = capsys.readouterr().out
     _, first, second, third, _ = printed[printed.index("next:") :].split("\n")
     assert first == "  laserbatch data import exports tables --mapping mapping.yaml"
-    assert second == "  laserbatch try" and third.startswith("  laserbatch nightly --date 20")
+    yesterday = datetime.datetime.now(datetime.UTC).date() - datetime.timedelta(days=1)
+    assert second == "  laserbatch try" and third == f"  laserbatch nightly --date {yesterday}"
 
 
 ITEMS = {
