@@ -50,7 +50,7 @@ from laserbatch.retrieval_pools.routing.embeddings import id_column, read_embedd
 LoggedIds = Mapping[str, pa.ChunkedArray]
 ROWS_AT_ONCE = 64 * 1024
 NEEDS_A_MODEL = (
-    "the bundled sample model knows only the sample world; its texts about other tables cannot be parsed. Set "
+    "the bundled sample model knows only the sample world; its texts about other tables make no sense. Set "
     "decoding.model to the folder of a chat model with safetensors, for example from `hf download "
     "Qwen/Qwen2.5-1.5B-Instruct --local-dir qwen` (docs/tables-and-models.md says which sizes fit)"
 )
