@@ -32,7 +32,7 @@ class CtrOptions(BaseModel):
         default=3,
         ge=1,
         description="Each model is trained this many times on each variant of the texts. More trainings narrow the "
-        "interval and take longer.",
+        "intervals of the AUC differences.",
     )
     label: Annotated[str, AfterValidator(_is_rule)] = Field(
         default="rating >= 4",

@@ -87,13 +87,12 @@ def _commands_of_plugins() -> Iterator[tuple[str, LazyCommand]]:
 app = lazy_app(
     {**COMMANDS, **dict(_commands_of_plugins())},
     rich_markup_mode="markdown",
-    help="Nightly LLM knowledge for recommender systems, by retrieval speculative decoding.\n\n"
+    help="Every night, write texts about users and items with an LLM, drafted from the texts of earlier nights, and "
+    "turn them into features for CTR models.\n\n"
     "Exit codes: 0 done, 1 unexpected error, 2 wrong usage, 3 bad input or configuration, or no room on the disk, "
-    "4 a gate blocks the publication of a night, or most of its first texts failed, or its cost reached its limit, or "
-    "an id to forget is found nowhere, 5 the workspace is in use, 6 the server that writes texts does not answer, or "
-    "Ray does not start or loses its workers, or tables at a URI cannot be fetched, or a published run cannot be "
-    "delivered, 130 interrupted, 141 broken pipe, 143 ended by SIGTERM. With --json a failure is an object too, "
-    "with error, kind, exit_code and, if there is one, report.",
+    "4 the result is refused (by a gate, a limit, a provider; an id to forget is found nowhere), 5 the workspace is in "
+    "use, 6 a server, Ray or a bucket does not answer (try again), 130 interrupted, 141 broken pipe, 143 ended by "
+    "SIGTERM; docs/nights.md explains them. With --json a failure is an object too.",
 )
 
 

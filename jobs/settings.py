@@ -78,9 +78,9 @@ class NightSettings(Strict):
     shard_size: int | None = Field(
         default=None,
         ge=1,
-        description="A shard holds this many entities and is what is redone when a worker dies; lower it if workers "
-        "are often lost. null: a sixteenth of the side's entities, but 4 to 32 batches, and at most half of a side of "
-        "two batches or more.",
+        description="A shard has this many entities and is written again if its worker dies; lower it if workers are "
+        "often lost. null: a sixteenth of the side's new texts, but at least 4 and at most 32 batches, and at most "
+        "half of the texts if they are two batches or more.",
     )
     compare_with_plain: bool = Field(
         default=False,

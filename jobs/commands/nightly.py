@@ -49,7 +49,7 @@ def nightly(
     dry_run: bool = typer.Option(
         False,
         "--dry-run",
-        help="Write nothing; print which texts would be written and why, columns that changed for most entities, "
+        help="Write nothing; print how many texts would be written and why, columns that changed for most entities, "
         "tokens, hours and money.",
     ),
     ray_address: str | None = typer.Option(

@@ -24,7 +24,7 @@ class DecodingSettings(Strict):
 
     engine: Literal["laserbatch", "vllm", "endpoint"] = Field(
         default="laserbatch",
-        description="This engine computes texts. vllm: vLLM, which must be installed, with pools of laserbatch and "
+        description="This engine writes texts. vllm: vLLM, which must be installed, with pools of laserbatch and "
         "greedy verification. endpoint: a server with OpenAI's API, without drafts.",
     )
     vllm: dict[str, Any] = Field(
@@ -48,8 +48,8 @@ class DecodingSettings(Strict):
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
-        description="The model computes in this type. auto: the type of the weights; on a CPU bfloat16 if they are "
-        "stored in 16 bits and the processor multiplies bfloat16, otherwise float32.",
+        description="The model computes in this type. auto: on a GPU the type of the weights; on a CPU bfloat16 if "
+        "they are stored in 16 bits and the processor multiplies bfloat16, otherwise float32.",
     )
     batch_size: int = Field(
         default=16, ge=1, description="One worker writes this many texts at once. Use 64 to 256 on a GPU."

@@ -17,8 +17,8 @@ class ClusterSettings(Strict):
         default=None,
         ge=1,
         description="This many workers write texts; if there are fewer GPUs, several share one. null: two for each GPU "
-        "whose free memory holds both, otherwise one; on CPUs eight on the largest node, and equally large ones on the "
-        "others.",
+        "whose free memory holds both, otherwise one; without GPUs about eight on the largest node, at most one per "
+        "core, and equally large ones on the others.",
     )
     start_timeout_s: float = Field(
         default=600.0, gt=0, le=604_800,

@@ -23,6 +23,6 @@ class EncodingSettings(Strict):
     num_clusters: int = Field(
         default=32,
         ge=2,
-        description="Each level of a side's ID features has up to this many codes; few texts have fewer, and more are"
-        " added as texts come.",
+        description="cluster_id and residual_id start with up to this many codes each. Later vectors that are far from "
+        "all codes add some, up to twice this number.",
     )
