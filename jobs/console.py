@@ -227,6 +227,7 @@ class LazyCommand:
         module, attribute = self.target.split(":")
         loaded = getattr(import_module(module if "." in module else f"laserbatch.jobs.commands.{module}"), attribute)
         if isinstance(loaded, typer.Typer):
+            loaded.rich_markup_mode = "markdown"
             command = typer.main.get_group(loaded)
             command.help = self.short_help
         else:

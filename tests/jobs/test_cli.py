@@ -79,6 +79,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_work(command, kind
 def test_every_command_has_an_example_and_documented_options(name):
     command = COMMANDS[name]
     assert re.search(rf"Example: `?laserbatch {name}", command.help), f"{name} shows no example"
+    assert command.rich_markup_mode == "markdown", f"the help of {name} shows backticks and breaks lines as the source"
     for parameter in command.params:
         assert isinstance(parameter, click.Argument) or getattr(parameter, "help", None), f"{name}: {parameter.name}"
 
