@@ -32,7 +32,7 @@ COMMANDS = {
     ),
     "nightly": LazyCommand(
         "nightly:nightly",
-        "Run a whole night: generate, encode, compare, publish, build pools, report.",
+        "Run a whole night: generate, encode, build pools, compare, report, publish.",
     ),
     "backfill": LazyCommand(
         "nightly:backfill",

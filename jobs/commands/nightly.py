@@ -58,7 +58,7 @@ def nightly(
     notify_url: str | None = NOTIFY_URL,
     as_json: bool = JSON,
 ) -> None:
-    """Run a whole night: generate, encode, compare, publish, build pools, report.
+    """Run a whole night: generate, encode, build pools, compare, report, publish.
 
     The same command finishes a night that was killed. A night of an older date reads only older interactions, and is
     not published while a run of a later date is, unless you pass `--publish`. With `--dry-run` nothing is written.
