@@ -14,9 +14,11 @@ from decimal import Decimal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from laserbatch.pipeline.knowledge.templates import Columns
+from laserbatch.pipeline.tables.columns import no_date
 
 SMALLEST_PLAIN, LARGEST_PLAIN = 1e-12, 1e21  # numbers beyond these are written with an exponent
 PATH, SET = " > ", ", "
@@ -114,6 +116,7 @@ def python_values(values: pa.Array) -> list[object]:
         return [n if n is None else f"{number_text(Decimal(n).scaleb(-digits))} seconds" for n in counts]
     if not pt.is_temporal(kind) or pt.is_interval(kind):
         return values.to_pylist()
+    values = pc.if_else(pc.fill_null(no_date(values), False), None, values)
     if pt.is_timestamp(kind):
         values = values.cast(pa.timestamp(kind.unit))  # times with a zone become UTC
     return [text if text is None else time_text(text) for text in values.cast(pa.string()).to_pylist()]

@@ -23,7 +23,6 @@ from laserbatch.pipeline.tables.schema import (
     ID_COLUMNS,
     REQUIRED_COLUMNS,
     id_type,
-    is_number_type,
     list_table,
     plain_type,
     tables_folder,
@@ -260,8 +259,8 @@ def _checked_batches(
     columns, first_row = [], 0
     for name, kind in part.usable.items():
         role = role_of(part.table, name)
-        is_ruled = role is not ATTRIBUTE or not is_number_type(kind) or name in part.file.doubled
-        if role is not None and is_ruled and name not in sound:
+        is_ruled = role is not ATTRIBUTE or not (pt.is_integer(kind) or pt.is_boolean(kind) or pt.is_decimal(kind))
+        if role is not None and (is_ruled or name in part.file.doubled) and name not in sound:
             columns.append(name)
     if not columns:
         return

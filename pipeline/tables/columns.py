@@ -21,7 +21,7 @@ from laserbatch.pipeline.tables.findings import Finding, Findings
 
 # Seconds read as milliseconds lie in January 1970, and so does a 0 that means an unknown time.
 YEAR_S = 365 * 86_400
-FIRST_YEAR_S, LAST_YEAR_S = -377_705_116_800, 253_402_300_800  # start of the year -9999, end of 9999
+YEAR_1_S, YEAR_10000_S = -62_135_596_800, 253_402_300_800
 MAX_ID = pa.scalar(2**63 - 1, pa.uint64())
 
 
@@ -93,15 +93,19 @@ def _seconds(values: pa.Array) -> pa.Array:
     return pc.divide(values.cast(pa.int64()), sc.UNITS_PER_SECOND[values.type.unit])
 
 
-def _out_of_range(values: pa.Array) -> pa.Array:
+def _out_of_range(values: pa.Array, of_integers: bool | None = None) -> pa.Array:
+    if of_integers not in (None, pt.is_integer(values.type)):
+        return pa.nulls(len(values), pa.bool_())
     seconds = _seconds(values)
     return pc.or_(pc.less(seconds, sc.EARLIEST_S), pc.greater(seconds, sc.LATEST_S))
 
 
-def _beyond_years(values: pa.Array) -> pa.Array:
-    is_day = pt.is_timestamp(values.type) or pt.is_date(values.type)
-    seconds = _seconds(values) if is_day else pa.nulls(len(values), pa.float64())
-    return pc.or_(pc.less(seconds, FIRST_YEAR_S), pc.greater_equal(seconds, LAST_YEAR_S))
+def no_date(values: pa.Array) -> pa.Array:
+    """Whether each time is none of the years 1 to 9999, such as the infinite times of databases."""
+    if not (pt.is_timestamp(values.type) or pt.is_date(values.type)):
+        return pa.nulls(len(values), pa.bool_())
+    seconds = _seconds(values)
+    return pc.or_(pc.less(seconds, YEAR_1_S), pc.greater_equal(seconds, YEAR_10000_S))
 
 
 def _odd(values: pa.Array) -> pa.Array:
@@ -124,10 +128,13 @@ _TIME_EXPECTED = "a timestamp, or int64 unix seconds"
 _KNOWN_TIME = Rule("bad-timestamp", "the time is null:", _TIME_EXPECTED, "correct it, or drop the row", pc.is_null)
 IN_RANGE = Rule(
     "bad-timestamp", "the time is out of range:", "a time between 1900 and 2200; integers are seconds since 1970",
-    "divide milliseconds by 1000, or set the `unit` in the mapping of `laserbatch data import`", _out_of_range,
+    "divide milliseconds by 1000, or set the `unit` in the mapping of `laserbatch data import`",
+    partial(_out_of_range, of_integers=True),
 )  # fmt: skip
 _TIME_RULES = (
     IN_RANGE,
+    replace(IN_RANGE, expected="a time between 1900 and 2200", broken=partial(_out_of_range, of_integers=False),
+            advice="correct it, or drop the row; created_at may be null"),
     Rule("odd-timestamp", "the time is before 1971 or more than a year ahead:", "a time between these",
          "if it is wrong, set the `unit` in the mapping of `laserbatch data import`", _odd, True),
 )  # fmt: skip
@@ -203,9 +210,10 @@ ATTRIBUTE = Role(
         _UTF8,
         Rule("null-in-list", "the list has nulls in it:", "strings only", "take the nulls out of the list",
              _null_in_list),
-        Rule("bad-timestamp", "the year has more than four digits, like infinity after a conversion:",
-             "a year up to 9999", "write null instead (in a query: `NULLIF({column}, 'infinity') AS {column}`)",
-             _beyond_years),
+        Rule("bad-attribute", "the number is infinite:", "a number",
+             "correct it; prompts show `inf`, and CTR models take it as missing", _infinite, True),
+        Rule("bad-attribute", "the time is infinite or out of range:", "a time in the years 1 to 9999",
+             "correct it; prompts take it as missing", no_date, True),
     ),
     advice="leave it out (`laserbatch data import` with the `attributes` that you want), or write its parts as "
     "separate columns",

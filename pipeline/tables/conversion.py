@@ -53,7 +53,10 @@ def to_type(column: pa.Array, kind: pa.DataType, expected: str | None = None) ->
     if column.type == kind:
         return column
     trimmed = pc.utf8_trim_whitespace(column) if column.type == pa.string() else column
-    return _each(trimmed, column, lambda values: values.cast(kind), expected or _EXPECTED.get(kind, f"a {kind}"))
+    converted = _each(trimmed, column, lambda values: values.cast(kind), expected or _EXPECTED.get(kind, f"a {kind}"))
+    if pt.is_floating(kind):
+        _refuse(column, pc.is_inf(converted), "a finite number")
+    return converted
 
 
 def with_points(column: pa.Array) -> pa.Array:

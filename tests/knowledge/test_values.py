@@ -54,6 +54,8 @@ AS_STORED = [
     (pa.array([Decimal("1.50"), Decimal("-0.05")], pa.decimal128(10, 2)), ["1.5", "-0.05"]),
     (pa.array([2**64 - 1, 2**53 + 1], pa.uint64()), ["18446744073709551615", "9007199254740993"]),
     (pa.array([float("inf"), float("-inf")]), ["inf", "-inf"]),
+    (pa.array([2**63 - 1, -(2**63), None, 0], pa.timestamp("us")), [None, None, None, "1970-01-01"]),
+    (pa.array([2**31 - 1, -719_162], pa.int32()).cast(pa.date32()), [None, "0001-01-01"]),
     (pa.array([True, False, None]), ["yes", "no", None]),
     *((times(unit), ["2025-03-01 12:05:00", "2025-03-02"]) for unit in ("s", "ms", "us", "ns")),
     (times("us", "Europe/Berlin"), ["2025-03-01 12:05:00", "2025-03-02"]),

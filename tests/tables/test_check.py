@@ -68,8 +68,6 @@ FAULTS = [  # (kind, table, column, row, value) of the expected finding, and the
     ("bad-timestamp", "users", "created_at", 0, 2**62, {"users": replaced("users", created_at=[2**62, None, DAY_1_S])}),
     ("bad-timestamp", "users", "created_at", 0, f"{END_MS} (timestamp[ms])",
      {"users": replaced("users", created_at=pa.array([END_MS, None, None], pa.timestamp("ms")))}),
-    ("bad-timestamp", "users", "extra", 1, "2147483647 (date32[day])",
-     {"users": replaced("users", extra=pa.array([0, 2**31 - 1, None], pa.int32()).cast(pa.date32()))}),
     ("bad-text", "items", "title", 1, b"\xff", {"items": replaced("items", title=NOT_UTF8)}),
     ("bad-rating", "interactions", "rating", 0, math.inf, interactions(rating=[math.inf, 2.0, 3.0])),
     ("empty-table", "interactions", None, None, None, {"interactions": sound_world()["interactions"].slice(0, 0)}),
@@ -323,6 +321,16 @@ def test_blank_titles_are_warnings_up_to_the_share_that_may_fail(tmp_path):
     path = write_world(tmp_path, items=replaced("items", title=["", "b"]))
     assert findings_of(path, max_failed_share=0.5) == [("null-title", "title", 1, True)]
     assert findings_of(path, max_failed_share=0.4) == [("null-title", "title", 1, False)]
+
+
+def test_infinite_attributes_are_warnings_and_advice_about_times_fits_their_type(tmp_path):
+    endless = pa.array([10**15, 2**63 - 1, None], pa.timestamp("us"))
+    users = replaced("users", extra=[1.0, 2.0, -math.inf], until=endless, created_at=endless)
+    found, number, time_ = map(str, check_tables(write_world(tmp_path, users=users)))
+    assert "users.created_at (users.parquet, row 1): the time is out of range: '9223372036854775807 (" in found
+    assert "milliseconds" not in found and "integers" not in found and "created_at may be null" in found
+    assert number.startswith("warning: users.extra (users.parquet, row 2): the number is infinite: -inf;")
+    assert time_.startswith("warning: users.until (users.parquet, row 1): the time is infinite or out of range: ")
 
 
 def test_odd_times_are_warnings(tmp_path):

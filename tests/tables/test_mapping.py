@@ -798,6 +798,8 @@ def test_the_first_value_that_does_not_convert_is_the_one_named(values, bad):
     texts = [None if value is None else f" {value} " for value in values]
     assert to_type(pa.array(texts, pa.string()), pa.int64()).to_pylist() == values
     texts[bad:bad] = ["x1"]
+    with pytest.raises(ConversionFault, match="row 1: ' 1e400' is not a finite number"):
+        to_type(pa.array(["1e308", " 1e400"]), pa.float64())
     with pytest.raises(ConversionFault) as caught:
         to_type(pa.array([*texts, "x2"]), pa.int64())
     assert (caught.value.row, caught.value.value) == (min(bad, len(values)), "x1")
