@@ -116,15 +116,33 @@ class PartFile:
     ) -> Iterator[pa.RecordBatch]:
         """The rows of the file, with all columns or some."""
         if not self._part.partitions:
-            yield from self._file.iter_batches(batch_size, columns=columns)
+            yield from self._stored_batches(batch_size, columns)
             return
         names, first_row = self.schema_arrow.names if columns is None else list(columns), 0
         in_file = self._file.schema_arrow.names
         # A batch without columns has no rows, so the first column is read for their number.
         read = [name for name in names if name in in_file] or in_file[:1]
-        for rows in self._file.iter_batches(batch_size, columns=read):
+        for rows in self._stored_batches(batch_size, read):
             yield self._part.with_partitions(rows, first_row, names)
             first_row += rows.num_rows
+
+    def _stored_batches(self, batch_size: int, columns: Sequence[str] | None) -> Iterator[pa.RecordBatch]:
+        """The rows in batches that become smaller where a list column has more than 2 GiB, which Arrow cannot read."""
+        num_read = 0
+        while True:
+            try:
+                first_row = 0
+                for rows in self._file.iter_batches(batch_size, columns=columns):
+                    num_old = min(max(num_read - first_row, 0), rows.num_rows)
+                    first_row += rows.num_rows
+                    if num_old < rows.num_rows:
+                        num_read = first_row
+                        yield rows.slice(num_old)
+                return
+            except pa.ArrowNotImplementedError:
+                if batch_size == 1:
+                    raise
+                batch_size //= 2
 
     def read(self, name: str) -> pa.ChunkedArray:
         # Arrow reads no lists with more than 2 GiB of text at once.

@@ -397,3 +397,20 @@ def test_lists_are_read_in_batches_since_arrow_reads_at_most_2_gib_of_them_at_on
     pq.write_table(pa.table({"tags": [["a"]] * 70_000}), tmp_path / "items.parquet")
     with TablePart(tmp_path / "items.parquet", "items", {}).open() as file:
         assert [len(chunk) for chunk in file.read("tags").chunks] == [65_536, 4_464]
+
+
+def test_lists_of_more_than_arrow_reads_at_once_are_read_in_smaller_batches(tmp_path, monkeypatch):
+    values = pa.array([[str(number)] for number in range(11)])
+    pq.write_table(pa.table({"tags": values}), tmp_path / "x.parquet", row_group_size=7)
+    stored = pq.ParquetFile.iter_batches
+
+    def iter_batches(file, batch_size, **options):
+        for rows in stored(file, batch_size, **options):
+            if rows.num_rows > 2 and "5" in str(rows["tags"]):
+                raise pa.ArrowNotImplementedError("Nested data conversions not implemented for chunked array outputs")
+            yield rows
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", iter_batches)
+    with TablePart(tmp_path / "x.parquet", "items", {}).open() as file:
+        assert file.read("tags").combine_chunks() == values
+        assert next(rows.num_rows for rows in file.iter_batches(3)) == 3
