@@ -91,10 +91,13 @@ def train_ctr(
 
 
 def describe_split(data: CtrData) -> dict[str, int]:
-    """The number of rows of each part, and of test rows of cold users and of users without training rows."""
+    """The number of rows of each part, and of test rows of some users: cold, without training rows, of one label."""
     split = {name: len(getattr(data, name)) for name in ("train", "validation", "test")}
     split["test_cold"] = int(data.is_cold[data.test].sum())
     split["test_unseen"] = int((~np.isin(data.users[data.test], data.users[data.train])).sum())
+    rows = np.bincount(data.users[data.test])
+    positives = np.bincount(data.users[data.test], data.labels[data.test])
+    split["test_one_label"] = int(rows[(positives == 0) | (positives == rows)].sum())
     return split
 
 

@@ -128,5 +128,9 @@ def sample_negatives(
         items_of_parts.append(drawn[is_drawn])
     num_lost = len(users) * per_positive - sum(map(len, rows_of_parts))
     if num_lost:
-        logger.warning("%d negatives were not sampled, because their users met nearly every item", num_lost)
+        logger.warning(
+            "%d of %d negatives were not sampled, because their users met nearly every item: most rows of these users "
+            "are positives, which raises AUC, since a model need only know the users. Judge by GAUC instead",
+            num_lost, len(users) * per_positive,
+        )  # fmt: skip
     return np.concatenate(rows_of_parts), np.concatenate(items_of_parts)

@@ -58,7 +58,7 @@ def ctr_section(figures: CtrFigures) -> Section:
 
 
 def ctr_lead(figures: CtrFigures) -> str:
-    """The sizes of the split, and the shares of test rows of unseen and cold users."""
+    """The sizes of the split, and the shares of test rows of unseen and cold users, and of users of one label."""
     split = figures.split
     parts = ", ".join(f"{count(split[name])} {name}" for name in ("train", "validation", "test") if name in split)
     seeds = counted(max(row.num_seeds for row in figures.rows), "seed")
@@ -67,10 +67,14 @@ def ctr_lead(figures: CtrFigures) -> str:
     lead += f"Each model was trained with {seeds}, on interactions split by time ({parts})."
     shares = [
         f"{percent(split[name] / split['test'], 1)} are of {entities}"
-        for name, entities in (("test_unseen", "users unseen in training"), ("test_cold", "cold users"))
+        for name, entities in (
+            ("test_unseen", "users unseen in training"),
+            ("test_cold", "cold users"),
+            ("test_one_label", "users with only positives or only negatives, whom AUC counts and GAUC does not"),
+        )
         if name in split and split.get("test")
     ]
-    return lead + (f" Of the test rows, {' and '.join(shares)}." if shares else "")
+    return lead + (f" Of the test rows, {'; '.join(shares)}." if shares else "")
 
 
 def ctr_table(figures: CtrFigures) -> Table:

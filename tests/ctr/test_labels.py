@@ -6,11 +6,14 @@ import pytest
 from ctr_world import AS_OF
 from pydantic import ValidationError
 
+from laserbatch.ctr.compare import describe_split
 from laserbatch.ctr.dataset import build_dataset
 from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.labels import LabelRule, sample_negatives
 from laserbatch.ctr.log import read_log
 from laserbatch.ctr.settings import CtrSettings
+from laserbatch.jobs.report.ctr_table import ctr_lead
+from laserbatch.pipeline.storage.figures import CtrFigures, CtrScores
 
 
 @pytest.mark.parametrize(
@@ -86,3 +89,15 @@ def test_views_alone_train_with_the_rate_that_is_asked_for(world):
     assert data.labels.mean() == pytest.approx(1 / 3, abs=0.01) and len(data.labels) == pytest.approx(15_000, rel=0.01)
     again = build_dataset(tables, AS_OF, CtrSettings(label="all", negatives_per_positive=2))
     assert np.array_equal(data.items, again.items)
+
+
+def test_users_who_met_every_item_are_named_since_they_raise_auc_but_not_gauc(world, caplog):
+    first = world.items["item_id"][:40]
+    keen = pa.table({"user_id": ["u3"] * 40, "item_id": first, "timestamp": world.interactions["timestamp"][-40:]})
+    views = pa.concat_tables([world.interactions.drop_columns(["rating"]), keen])
+    tables = type("Tables", (), {"users": world.users, "items": world.items.slice(0, 40), "interactions": views})
+    split = describe_split(build_dataset(tables, AS_OF, CtrSettings(label="all", negatives_per_positive=1)))
+    assert "which raises AUC, since a model need only know the users. Judge by GAUC instead" in caplog.text
+    assert 40 <= split["test_one_label"] < split["test"]
+    lead = ctr_lead(CtrFigures(split=split, rows=[CtrScores("DIN", "none", 1, None, None, None)]))
+    assert "of users with only positives or only negatives, whom AUC counts and GAUC does not" in lead
