@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from scipy.sparse.linalg import eigsh
 
 from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.fields import plain
@@ -20,6 +21,7 @@ from laserbatch.pipeline.encoding.schema import LEVELS, check_feature_schema, ru
 
 Side = Literal["user", "item"]
 SIDES: tuple[Side, ...] = ("user", "item")
+MAX_FULL_DIM = 1024  # of wider vectors, not all principal directions are computed
 FeatureSet = dict[str, pa.Table]  # features of both sides, as `pipeline.encoding.schema` describes them
 
 
@@ -175,7 +177,10 @@ def fit_basis(variants: dict[str, dict[str, SideVectors]], is_trained: dict[str,
             covariance += centred.T @ centred / len(SIDES)
             square += float(np.square(rows, dtype=np.float64).mean()) if len(rows) else 0.0
         num_codes[side] = np.max([of_side.num_codes for of_side in aligned], axis=0)
-    variances, directions = np.linalg.eigh(covariance)
+    if len(covariance) > MAX_FULL_DIM and covariance.any():  # the largest alone: 3, not more than 20 s for 4,096
+        variances, directions = eigsh(covariance, max_dim, v0=np.random.default_rng(0).normal(size=len(covariance)))
+    else:
+        variances, directions = np.linalg.eigh(covariance)
     variances, directions = variances[::-1][:max_dim], directions[:, ::-1][:, :max_dim]  # largest first
     # The signs of eigenvectors are arbitrary; they are fixed so that the same vectors give the same coordinates.
     directions = directions * np.sign(directions[np.abs(directions).argmax(axis=0), np.arange(directions.shape[1])])

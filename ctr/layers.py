@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from laserbatch.ctr.fields import Field
 
@@ -21,34 +22,39 @@ class EntityEmbedding(nn.Module):
 
     codes: torch.Tensor  # int32 (num_entities, num_slots)
     weights: torch.Tensor  # float32 (num_entities, num_slots)
-    pooling: torch.Tensor  # float32 (num_fields, num_slots)
+    first_slots: torch.Tensor  # int32 (num_fields,): each field's first slot
 
     def __init__(self, fields: tuple[Field, ...], embedding_dim: int) -> None:
         super().__init__()
         self.out_dim = len(fields) * embedding_dim
-        codes, weights, field_of_slot, offset = [], [], [], 0
-        for number, field in enumerate(fields):
+        codes, weights, offset = [], [], 0
+        for field in fields:
             is_present = field.codes > 0
             codes.append(np.where(is_present, field.codes + offset, 0))  # every field's code 0 is row 0: zeros
             weights.append(is_present / np.maximum(is_present.sum(axis=1, keepdims=True), 1))
-            field_of_slot += [number] * field.codes.shape[1]
             offset += field.num_codes - 1
         self.embedding = nn.Embedding(offset + 1, embedding_dim, padding_idx=0, sparse=offset >= MIN_SPARSE_ROWS)
         nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
         with torch.no_grad():
             self.embedding.weight[0] = 0
-        self.has_bags = len(field_of_slot) > len(fields)
-        pooling = np.eye(len(fields), dtype=np.float32)[field_of_slot].T  # (num_fields, num_slots)
+        num_slots = np.array([field.codes.shape[1] for field in fields], np.int32)
+        self.has_bags = bool((num_slots > 1).any())
         self.register_buffer("codes", torch.from_numpy(np.hstack(codes).astype(np.int32)), persistent=False)
         self.register_buffer("weights", torch.from_numpy(np.hstack(weights).astype(np.float32)), persistent=False)
-        self.register_buffer("pooling", torch.from_numpy(pooling), persistent=False)
+        first_slots = torch.from_numpy(np.cumsum(num_slots, dtype=np.int32) - num_slots)
+        self.register_buffer("first_slots", first_slots, persistent=False)
 
     def forward(self, numbers: torch.Tensor) -> torch.Tensor:
         """(n,) entity numbers -> (n, out_dim)."""
-        embedded = self.embedding(self.codes[numbers])  # (n, num_slots, dim); absent codes are zeros
-        if self.has_bags:
-            embedded = self.pooling @ (embedded * self.weights[numbers].unsqueeze(-1))  # (n, num_fields, dim)
-        return embedded.flatten(-2)
+        codes = self.codes[numbers]  # (n, num_slots); the embeddings of absent codes are zeros
+        if not self.has_bags:
+            return self.embedding(codes).flatten(-2)
+        first_slots = torch.arange(len(codes), dtype=torch.int32, device=codes.device)[:, None] * codes.shape[1]
+        embedded = F.embedding_bag(
+            codes.flatten(), self.embedding.weight, (first_slots + self.first_slots).flatten(), mode="sum",
+            sparse=self.embedding.sparse, per_sample_weights=self.weights[numbers].flatten(),
+        )  # fmt: skip
+        return embedded.view(len(codes), -1)
 
 
 class Dice(nn.Module):

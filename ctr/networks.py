@@ -84,11 +84,15 @@ class LocalActivationUnit(nn.Module):
         self.activation = nn.PReLU()
         self.score = mlp(ATTENTION_SIZES[0], ATTENTION_SIZES[1:], 0.0, nn.PReLU, out_dim=1)
 
-    def forward(self, liked: torch.Tensor, target: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """liked (num_liked, item_dim), target (batch, item_dim), row of each liked item -> weights (num_liked, 1)."""
-        product = liked * target.index_select(0, rows)
+    def forward(
+        self, table: torch.Tensor, liked: torch.Tensor, target: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Embedded items (num_distinct, item_dim) and targets (batch, item_dim), and the place of each liked item among
+        the items and its row in the batch -> weights (num_liked, 1)."""
+        product = F.embedding(liked, table) * target.index_select(0, rows)
         of_target = self.of_target(target).index_select(0, rows)
-        return self.score(self.activation(self.of_history(liked) + of_target + self.of_product(product)))
+        of_history = F.embedding(liked, self.of_history(table))
+        return self.score(self.activation(of_history + of_target + self.of_product(product)))
 
 
 class DIN(nn.Module):
@@ -110,7 +114,7 @@ class DIN(nn.Module):
     def forward(self, batch: CtrBatch) -> torch.Tensor:
         table = self.inputs.item_embedding(batch.distinct)
         target = F.embedding(batch.items, table)  # v_A, (batch, item_dim)
-        weights = self.activation_unit(F.embedding(batch.liked, table), target, batch.rows).squeeze(1)
+        weights = self.activation_unit(table, batch.liked, target, batch.rows).squeeze(1)
         # v_U(A) = sum_j a(e_j, v_A) e_j, Eq. 3. In float32 also under autocast: CUDA has no gradient of a bag's weights
         # in bfloat16, and weights and table must have the same type.
         weights = weights.float()

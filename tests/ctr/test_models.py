@@ -42,6 +42,12 @@ def test_cross_layers_that_would_take_all_memory_are_refused(data):
         build_network("dcnv2", data, None, CtrSettings(embedding_dim=2000), 0)
 
 
+def test_tables_whose_columns_make_trainings_slow_are_named(world, monkeypatch, caplog):
+    monkeypatch.setattr("laserbatch.ctr.dataset.MAX_USUAL_FIELDS", 2)
+    build_dataset(world, AS_OF, SETTINGS)
+    assert "models read 3 columns of items: a training of din or dcnv2 may take hours" in caplog.text
+
+
 def test_activation_unit_is_a_network_over_history_target_difference_and_product():
     unit = LocalActivationUnit(6)
     liked, target, rows = torch.randn(5, 6), torch.randn(3, 6), torch.tensor([0, 0, 2, 2, 2])
@@ -54,7 +60,7 @@ def test_activation_unit_is_a_network_over_history_target_difference_and_product
     repeated = target[rows]
     joined = torch.cat([liked, repeated, liked - repeated, liked * repeated], dim=-1)
     hidden = joined @ torch.cat([w1, w2, w3, w4], dim=1).T + unit.of_target.bias
-    assert torch.allclose(unit(liked, target, rows), unit.score(unit.activation(hidden)), atol=1e-4)
+    assert torch.allclose(unit(liked, torch.arange(5), target, rows), unit.score(unit.activation(hidden)), atol=1e-4)
 
 
 def test_dice_with_alpha_one_is_the_identity_and_with_zero_gates():
@@ -105,6 +111,7 @@ def test_attention_sums_over_each_rows_own_history(data):
     network(CtrBatch(torch.tensor([1, 2]), items, torch.tensor([3, 4]), torch.zeros(2, 5), liked, offsets, rows))
     embed, unit = network.inputs.item_embedding, network.activation_unit
     target = embed(torch.tensor([3]))
-    expected = sum(unit(embed(torch.tensor([j])), target, torch.tensor([0])) * embed(torch.tensor([j])) for j in (5, 6))
+    first, liked = torch.tensor([0]), [embed(torch.tensor([j])) for j in (5, 6)]
+    expected = sum(unit(vector, first, target, first) * vector for vector in liked)
     interest = seen["row"][:, -network.inputs.item_dim :]
     assert torch.allclose(interest[0], expected[0], atol=1e-6) and (interest[1] == 0).all()

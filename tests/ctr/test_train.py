@@ -122,3 +122,11 @@ def test_the_length_of_vectors_does_not_matter(length):
     assert np.allclose(reduced(vectors * np.float32(length)), reduced(vectors), atol=1e-3)
     assert np.abs(reduced(np.ones_like(vectors) * np.float32(length))).max() < 1e-3  # equal vectors
     assert not reduced(vectors * 0).any()
+
+
+def test_the_largest_directions_of_wide_vectors_are_computed_alone(monkeypatch):
+    vectors = np.random.default_rng(0).normal(size=(40, 12)).astype(np.float32)
+    sides = {side: SideVectors(vectors, np.zeros((40, 2), np.int32), np.ones(2, np.int64)) for side in SIDES}
+    expected = fit_basis({"own": sides}, dict.fromkeys(SIDES, np.ones(40, bool)), 3).directions
+    monkeypatch.setattr("laserbatch.ctr.feature_set.MAX_FULL_DIM", 4)
+    assert np.allclose(fit_basis({"own": sides}, dict.fromkeys(SIDES, np.ones(40, bool)), 3).directions, expected)
