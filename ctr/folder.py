@@ -21,6 +21,7 @@ from typing import Any, Self
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_model, save_model
@@ -84,6 +85,7 @@ class ModelCard:
             "as_of": str(self.as_of),
             "prior": self.prior,
             "best_epoch": training.best_epoch,
+            "num_threads": torch.get_num_threads(),  # of din; other numbers of threads add in another order
             "settings": self.settings.model_dump(mode="json"),
             "encoders": encoders,
             "provenance": self.provenance,

@@ -21,7 +21,7 @@ from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.feature_set import FeatureSet, check_provenance, read_feature_set
 from laserbatch.ctr.log import ids_of, labelled_log, numbers_of, split_by_time
 from laserbatch.ctr.settings import CtrSettings, ModelName
-from laserbatch.jobs.console import say
+from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.stages.night import Night
 from laserbatch.pipeline.encoding.versions import feature_versions
 from laserbatch.pipeline.sides import SIDES
@@ -50,6 +50,7 @@ def train_to_folder(
     from laserbatch.ctr.dataset import build_dataset
     from laserbatch.ctr.folder import ModelCard
     from laserbatch.ctr.knowledge import build_knowledge, join_as_of
+    from laserbatch.ctr.loop import Progress
     from laserbatch.ctr.metrics import measure
     from laserbatch.ctr.training import train_model
 
@@ -80,9 +81,13 @@ def train_to_folder(
             with feature_versions(history, of_plain=features == "plain") as versions:
                 seen, knowledge = join_as_of(opened, data, knowledge, versions)
         start = _checkpoint(work / CHECKPOINT, spec_hash)
-        training = train_model(
-            model, seen, knowledge, settings, seed, start, lambda now: _keep(work / CHECKPOINT, spec_hash, now)
-        )
+        with progress("train", settings.max_epochs if model != "gbdt" else None) as bar:
+
+            def on_epoch(now: Progress) -> None:
+                _keep(work / CHECKPOINT, spec_hash, now)
+                bar.advance(1, f"epoch {now.epoch}, best validation AUC {now.best_auc:.4f}")
+
+            training = train_model(model, seen, knowledge, settings, seed, start, on_epoch)
         rows = data.test
         metrics = measure(data.labels[rows], training.scores, data.users[rows], data.is_cold[rows])
         basis = None if knowledge is None else knowledge.basis
@@ -152,13 +157,13 @@ def _provenance(night: Night, features: FeatureName, tables: str) -> dict[str, A
     return provenance
 
 
-def _keep(path: Path, spec_hash: str, progress) -> None:
+def _keep(path: Path, spec_hash: str, now) -> None:
     from safetensors.torch import save_file
 
-    metadata = {"asked": spec_hash, "epoch": str(progress.epoch), "best_epoch": str(progress.best_epoch)}
-    tensors = {name: value.contiguous().clone() for name, value in progress.tensors.items()}
+    metadata = {"asked": spec_hash, "epoch": str(now.epoch), "best_epoch": str(now.best_epoch)}
+    tensors = {name: value.contiguous().clone() for name, value in now.tensors.items()}
     with atomic_path(path) as temporary:
-        save_file(tensors, temporary, metadata | {"best_auc": repr(progress.best_auc)})
+        save_file(tensors, temporary, metadata | {"best_auc": repr(now.best_auc)})
 
 
 def _checkpoint(path: Path, spec_hash: str):

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from ctr_world import AS_OF, make_features, make_world
 from safetensors import SafetensorError
 from sklearn.metrics import roc_auc_score
@@ -108,6 +109,7 @@ def test_a_model_is_judged_and_asked_again_as_when_it_was_trained(
     said = f"{len(pairs)} of {len(pairs)} pairs have times up to the end of {AS_OF}, which the texts of run"
     assert (said in caplog.text) == (features == "own")
     card = json.loads((tmp_path / "model" / "model.json").read_text())
+    assert card["num_threads"] == torch.get_num_threads()
     assert card["provenance"]["run_id"] == "2025-03-01-0123abcd" and len(card["provenance"]["inputs"]["users"]) == 64
 
 
