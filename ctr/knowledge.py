@@ -9,6 +9,7 @@ import datetime
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Protocol
 
 import numpy as np
@@ -53,8 +54,8 @@ def build_knowledge(
 ) -> dict[str, Knowledge]:
     """The features of each variant, aligned with the entities and reduced by one basis.
 
-    Raises CtrError if features have a later date, another id type, an id twice, values that are not finite, or
-    different widths.
+    Raises CtrError if features have a later date, another id type, only ids of no entity, an id twice, values that are
+    not finite, or different widths.
     """
     if not variants:
         return {}
@@ -65,6 +66,18 @@ def build_knowledge(
         for side, numbers, fields in (("user", data.users, data.user_fields), ("item", data.items, data.item_fields))
     }
     aligned = {name: align_sides(tables, features) for name, features in variants.items()}
+    for name, side in product(variants, SIDES):
+        of_side, num_entities = aligned[name][side], len(is_trained[side])
+        if of_side.num_foreign and of_side.num_missing == num_entities:
+            raise CtrError(
+                f"features ({name}) have {of_side.num_foreign} {side} ids, of which none is in the {side}s table; give "
+                "the tables that the run read, with unchanged ids"
+            )
+        if of_side.num_missing or of_side.num_foreign:
+            logger.warning(
+                "features (%s): %d of %d %ss have none and get a learned default; %d features of no %s are not used",
+                name, of_side.num_missing, num_entities, side, of_side.num_foreign, side,
+            )  # fmt: skip
     basis = fit_basis(aligned, is_trained, settings.vector_dim)
     return {name: Knowledge(**basis.reduce(sides), basis=basis) for name, sides in aligned.items()}
 

@@ -70,12 +70,6 @@ def train_to_folder(
         feature_set = features_of(night, features)
         variants = {} if feature_set is None else {features: feature_set}
         knowledge = build_knowledge(opened, data, variants, night.date, settings).get(features)
-        for side in SIDES if knowledge is not None else ():
-            vectors = getattr(knowledge, side)
-            if vectors.num_missing:
-                say(f"{vectors.num_missing} {side}s have no features; they get a learned default")
-            if vectors.num_foreign:
-                say(f"{vectors.num_foreign} features have ids that are not in the {side}s table; they are not used")
         seen = data
         if history and knowledge is not None:
             with feature_versions(history, of_plain=features == "plain") as versions:

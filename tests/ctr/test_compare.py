@@ -14,6 +14,7 @@ from laserbatch.ctr.dataset import build_dataset
 from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.feature_set import read_feature_set
 from laserbatch.ctr.gbdt import GbdtColumns, fit_gbdt
+from laserbatch.ctr.knowledge import build_knowledge
 from laserbatch.ctr.log import read_log
 from laserbatch.ctr.settings import CtrOptions, CtrSettings
 
@@ -97,6 +98,17 @@ def test_what_is_of_entities_that_left_the_tables_is_left_out(world, caplog):
     without = dataclasses.replace(fewer, interactions=world.interactions.filter(pc.invert(is_left)))
     for actual, expected in zip(vars(log).values(), vars(read_log(without, CtrSettings().label)).values(), strict=True):
         assert np.array_equal(actual, expected)
+
+
+def test_features_whose_ids_are_all_of_other_entities_are_refused_and_missing_ones_counted(world, caplog):
+    data, features = build_dataset(world, AS_OF, CtrSettings()), make_features(world)
+    some = {**features, "item": features["item"].slice(9)}
+    build_knowledge(world, data, {"own": some}, AS_OF, CtrSettings())
+    assert "features (own): 9 of 150 items have none and get a learned default; 0 features of no item" in caplog.text
+    ids = pc.utf8_upper(features["user"]["user_id"])
+    other = {**features, "user": features["user"].set_column(0, "user_id", ids)}
+    with pytest.raises(CtrError, match=r"features \(own\) have 250 user ids, of which none is in the users table"):
+        build_knowledge(world, data, {"own": other}, AS_OF, CtrSettings())
 
 
 def test_other_id_types_are_named(world):
