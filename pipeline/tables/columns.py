@@ -93,7 +93,7 @@ def _seconds(values: pa.Array) -> pa.Array:
     return pc.divide(values.cast(pa.int64()), sc.UNITS_PER_SECOND[values.type.unit])
 
 
-def _out_of_range(values: pa.Array, of_integers: bool | None = None) -> pa.Array:
+def out_of_range(values: pa.Array, of_integers: bool | None = None) -> pa.Array:
     if of_integers not in (None, pt.is_integer(values.type)):
         return pa.nulls(len(values), pa.bool_())
     seconds = _seconds(values)
@@ -112,7 +112,7 @@ def _odd(values: pa.Array) -> pa.Array:
     seconds = _seconds(values)
     ahead_s = int(datetime.datetime.now(datetime.UTC).timestamp()) + YEAR_S  # not every int64 fits a float64
     is_odd = pc.or_(pc.less(seconds, YEAR_S), pc.greater(seconds, ahead_s))
-    return pc.and_not(is_odd, _out_of_range(values))
+    return pc.and_not(is_odd, out_of_range(values))
 
 
 def _null_in_list(values: pa.Array) -> pa.Array:
@@ -126,15 +126,19 @@ _UTF8 = Rule("bad-text", "the text is not UTF-8:", "text in UTF-8",
              "write the column again in UTF-8, after reading its source in the right encoding", _not_utf8)  # fmt: skip
 _TIME_EXPECTED = "a timestamp, or int64 unix seconds"
 _KNOWN_TIME = Rule("bad-timestamp", "the time is null:", _TIME_EXPECTED, "correct it, or drop the row", pc.is_null)
-IN_RANGE = Rule(
+_INTEGER_IN_RANGE = Rule(
     "bad-timestamp", "the time is out of range:", "a time between 1900 and 2200; integers are seconds since 1970",
     "divide milliseconds by 1000, or set the `unit` in the mapping of `laserbatch data import`",
-    partial(_out_of_range, of_integers=True),
+    partial(out_of_range, of_integers=True),
+)  # fmt: skip
+IN_RANGE = (
+    _INTEGER_IN_RANGE,
+    replace(_INTEGER_IN_RANGE, expected="a time between 1900 and 2200",
+            advice="correct it, or drop the row; created_at may be null",
+            broken=partial(out_of_range, of_integers=False)),
 )  # fmt: skip
 _TIME_RULES = (
-    IN_RANGE,
-    replace(IN_RANGE, expected="a time between 1900 and 2200", broken=partial(_out_of_range, of_integers=False),
-            advice="correct it, or drop the row; created_at may be null"),
+    *IN_RANGE,
     Rule("odd-timestamp", "the time is before 1971 or more than a year ahead:", "a time between these",
          "if it is wrong, set the `unit` in the mapping of `laserbatch data import`", _odd, True),
 )  # fmt: skip

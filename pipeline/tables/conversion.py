@@ -55,13 +55,13 @@ def to_type(column: pa.Array, kind: pa.DataType, expected: str | None = None) ->
     trimmed = pc.utf8_trim_whitespace(column) if column.type == pa.string() else column
     converted = _each(trimmed, column, lambda values: values.cast(kind), expected or _EXPECTED.get(kind, f"a {kind}"))
     if pt.is_floating(kind):
-        _refuse(column, pc.is_inf(converted), "a finite number")
+        refuse(column, pc.is_inf(converted), "a finite number")
     return converted
 
 
 def with_points(column: pa.Array) -> pa.Array:
     """Numbers as text, their decimal commas (4,5) replaced by points. Raises ConversionFault for one with a point."""
-    _refuse(column, pc.match_substring(column, "."), "a number with a decimal comma and no point")
+    refuse(column, pc.match_substring(column, "."), "a number with a decimal comma and no point")
     return pc.replace_substring(column, ",", ".")
 
 
@@ -85,7 +85,7 @@ def whole_numbers(column: pa.Array, advice: str = "export larger ids as text") -
 def uncut(ids: pa.Array) -> pa.Array:
     """The same ids. Raises ConversionFault for 1.23E+11 or 123,456, which spreadsheets make of long numbers."""
     is_cut = pc.match_substring_regex(pc.utf8_trim_whitespace(ids), _CUT_ID)
-    _refuse(ids, is_cut, "an id with all of its digits and nothing else; export the column as text")
+    refuse(ids, is_cut, "an id with all of its digits and nothing else; export the column as text")
     return ids
 
 
@@ -123,7 +123,7 @@ def to_time(column: pa.Array, unit: str) -> pa.Array:
         has_fractions = not pt.is_integer(column.type)
         if column.type == pa.string():  # 1.71561E+12 and the like: a spreadsheet keeps six digits; programs write e+
             is_cut = pc.match_substring(column, "E+")
-            _refuse(column, is_cut, "a time with all of its digits; export the column as text")
+            refuse(column, is_cut, "a time with all of its digits; export the column as text")
             has_fractions = bool(pc.any(pc.match_substring(column, ".")).as_py())
         numbers = to_type(column, pa.float64() if has_fractions else pa.int64(), expected)
         return _each(numbers, column, lambda values: _from_epoch(values, unit), expected)
@@ -135,11 +135,11 @@ def to_time(column: pa.Array, unit: str) -> pa.Array:
     return _each(text, column, lambda values: parse_times(values, unit), expected)
 
 
-def _refuse(column: pa.Array, is_faulty: pa.Array, expected: str) -> None:
+def refuse(column: pa.Array, is_faulty: pa.Array, expected: str) -> None:
     """Raise ConversionFault for the first value that `is_faulty` marks."""
     row = pc.index(is_faulty, True).as_py()
     if row >= 0:
-        raise ConversionFault(row, column[row].as_py(), expected)
+        raise ConversionFault(row, shown_value(column[row]), expected)
 
 
 def _from_epoch(values: pa.Array, unit: str) -> pa.Array:

@@ -11,7 +11,15 @@ import pyarrow.parquet as pq
 import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError
-from laserbatch.pipeline.tables.columns import ATTRIBUTE, CREATED, IN_RANGE, TIME, role_of, schema_findings
+from laserbatch.pipeline.tables.columns import (
+    ATTRIBUTE,
+    CREATED,
+    IN_RANGE,
+    TIME,
+    out_of_range,
+    role_of,
+    schema_findings,
+)
 from laserbatch.pipeline.tables.fetched import shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding, Findings, unreadable
 from laserbatch.pipeline.tables.parts import BATCH_ROWS, TablePart
@@ -84,13 +92,15 @@ def _cut(part: OpenPart, table: str, cutoff: pa.Scalar | None) -> OpenPart:
 
 
 def require_times(table: str, part: OpenPart, column: str, values: pa.ChunkedArray | pa.Array) -> None:
-    """Refuse integers out of the range of seconds, before the cut by date drops or keeps their rows."""
-    if pt.is_integer(values.type):
-        ends = pa.array([*pc.min_max(values).as_py().values()], values.type)
-        if pc.any(IN_RANGE.broken(ends)).as_py():
-            findings, of_file = Findings(), replace(part, mask=None).read([column])[column]
-            IN_RANGE.check(table, column, shown_path(part.file.path), 0, of_file.combine_chunks(), findings)
-            raise FaultyTable(findings.to_list()[0])
+    """Refuse times out of range, before the cut by date drops or keeps their rows."""
+    if pt.is_null(values.type):
+        return
+    ends = pc.min_max(values)
+    if pc.any(out_of_range(pa.array([ends["min"], ends["max"]], values.type))).as_py():
+        findings, of_file = Findings(), replace(part, mask=None).read([column])[column]
+        for rule in IN_RANGE:
+            rule.check(table, column, shown_path(part.file.path), 0, of_file.combine_chunks(), findings)
+        raise FaultyTable(findings.to_list()[0])
 
 
 def read_columns(parts: list[OpenPart], table: str, names: Sequence[str]) -> pa.Table:

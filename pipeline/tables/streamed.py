@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError
-from laserbatch.pipeline.tables.columns import ID, role_of, schema_findings
-from laserbatch.pipeline.tables.conversion import ConversionFault, to_time
+from laserbatch.pipeline.tables.columns import ID, out_of_range, role_of, schema_findings
+from laserbatch.pipeline.tables.conversion import ConversionFault, refuse, to_time
 from laserbatch.pipeline.tables.fetched import shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding, Findings
 from laserbatch.pipeline.tables.layout import list_folder, name_left_out
@@ -185,12 +186,14 @@ def log_times(times: pa.Array, unit: str, path: Path, first_row: int = 0, advice
     features and interactions that came after them.
     """
     try:
-        return to_time(times, unit)
+        read = to_time(times, unit)
+        refuse(times, out_of_range(read), "a known time")
+        return read
     except ConversionFault as fault:
+        of_unit = f"; integers are read as {unit} since 1970. {advice} if they are of another unit"
         raise TableError(
             f"{path}, column timestamp, row {first_row + fault.row}: found {fault.value!r}, expected a time between "
-            f"1900 and 2200; integers are read as {unit} since 1970. {advice} if they are of another unit. Rows are "
-            "counted from 0 over all files in name order."
+            f"1900 and 2200{of_unit * pt.is_integer(times.type)}. Rows are counted from 0 over all files in name order."
         ) from None
 
 

@@ -25,7 +25,7 @@ from laserbatch.pipeline.tables.parts import TablePart
 from laserbatch.pipeline.tables.read import describe, find_exact_copies, read_tables
 from laserbatch.pipeline.tables.sampled import write_sample
 from laserbatch.pipeline.tables.schema import TIMESTAMP_TYPE, attribute_columns, widened
-from laserbatch.pipeline.tables.streamed import open_tables
+from laserbatch.pipeline.tables.streamed import log_times, open_tables
 from laserbatch.pipeline.tables.times import integer_times
 from laserbatch.retrieval_pools import ids
 
@@ -391,6 +391,13 @@ def test_milliseconds_in_one_file_of_a_table_are_refused_and_named(tmp_path, as_
         pq.write_table(pa.table(events), path / "interactions" / f"{name}.parquet")
     with pytest.raises(TableError, match=r"interactions\.timestamp \(.*1\.parquet, row 1\): the time is out of range"):
         read_tables(path, as_of)
+    events = {"user_id": ["u1"], "item_id": [1], "timestamp": pa.array([2**63 - 1], pa.timestamp("us"))}
+    for file in (path / "interactions").iterdir():
+        pq.write_table(pa.table(events), file)
+    with pytest.raises(TableError, match=r"0\.parquet, row 0\): the time is out of range: .* and 2200; correct"):
+        read_tables(path, as_of)
+    with pytest.raises(TableError, match=r"row 7: found '9223372036854775807 \(.*1900 and 2200\. Rows are"):
+        log_times(pa.array([2**63 - 1], pa.timestamp("us")), "s", path, 7)
 
 
 def test_lists_are_read_in_batches_since_arrow_reads_at_most_2_gib_of_them_at_once(tmp_path):
