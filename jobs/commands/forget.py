@@ -6,7 +6,7 @@ it stopped, with a complete receipt. The receipt holds neither texts nor ids: id
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -102,7 +102,7 @@ def forget(
         _print_removed(receipt, dry_run)
     for side, keys in unknown.items():
         if keys:
-            say(f"{counted(len(keys), side)} not found in {opened.root}: {', '.join(keys)}")
+            say(f"{counted(len(keys), side)} not found in {opened.root}: {_first(keys)}")
     if in_tables is None:
         say("the input tables were not read: if they still hold these ids, the next night writes about them again")
     _warn(requested, still_in_tables, receipt.not_reached, nowhere)
@@ -196,8 +196,9 @@ def _remove(workspace: Workspace, settings: Settings, requested: Ids, receipt: R
         if (folder := workspace.experiment(name)).is_dir():
             remove_folder(folder)
     _leave_inherited_clusters(runs, requested, receipt)
+    names_one = _finder(requested)
     for run in runs.values():  # events may name entities without a row in the run
-        _forget_in_events(run.events_path, requested)
+        _forget_in_events(run.events_path, names_one)
     for name, files in receipt.rows.items():
         run = runs.get(name)
         if run is None:
@@ -255,18 +256,20 @@ def _rebuilt(settings: Settings, name: str, requested: Ids) -> bool:
     return True
 
 
-def _forget_in_events(path: Path, requested: Ids) -> None:
+def _finder(requested: Ids) -> Callable[[str], bool]:
+    """A function that returns whether a text names an id, in a time that does not grow with the number of ids."""
+    keys = {form for ids in requested.values() for key in ids for form in (key, repr(key)[1:-1])}
+    # Each pattern finds all parts of one length that begin and end where words do; they may overlap.
+    parts = [re.compile(rf"(?s)(?<!\w)(?=(.{{{length}}})(?!\w))") for length in {*map(len, keys)}]
+    return lambda text: any(not keys.isdisjoint(of_length.findall(text)) for of_length in parts)
+
+
+def _forget_in_events(path: Path, names_one: Callable[[str], bool]) -> None:
     """Remove the events whose printed line or error names an id; other events hold no ids."""
     if not path.exists():
         return
     lines = path.read_text("utf-8", errors="replace").split("\n")
-    said = [_said_in(line) for line in lines]
-    whole = "\n".join(said)
-    keys = {form for keys in requested.values() for key in keys for form in (key, repr(key)[1:-1])}
-    if not (keys := {key for key in keys if key in whole}):
-        return
-    named = re.compile("|".join(rf"(?<!\w){re.escape(key)}(?!\w)" for key in keys))
-    remaining = [line for line, words in zip(lines, said, strict=True) if not named.search(words)]
+    remaining = [line for line in lines if not names_one(_said_in(line))]
     if remaining != lines:
         write_text("\n".join(remaining), path)
 
@@ -320,9 +323,9 @@ def _warn(
 ) -> None:
     for table, keys in still_in_tables.items():
         say(
-            f"WARNING: {counted(len(keys), 'id')} still in the input table {table}: {', '.join(keys[:5])}"
-            f"{', ...' if len(keys) > 5 else ''}. The next night writes about them again: remove their rows "
-            "from users, items and interactions, then give this command again"
+            f"WARNING: {counted(len(keys), 'id')} still in the input table {table}: {_first(keys)}. The next "
+            "night writes about them again: remove their rows from users, items and interactions, then give this "
+            "command again"
         )
     if requested["item"]:
         say(
@@ -341,7 +344,12 @@ def _warn(
         if keys:
             say(
                 f"WARNING: {counted(len(keys), f'{side} id')} found nowhere, neither here nor in the input tables: "
-                f"{', '.join(map(repr, keys[:5]))}{', ...' if len(keys) > 5 else ''}. Nothing was removed for "
-                "them, and the receipt says so. Check how the tables write the ids; give an id that has blanks or "
-                f"quotes at its ends with --{side}"
+                f"{_first(keys)}. Nothing was removed for them, and the receipt says so. Check how the tables write "
+                f"the ids; give an id that has blanks or quotes at its ends with --{side}"
             )
+
+
+def _first(keys: Sequence[str]) -> str:
+    """The first ids, and how many there are beside them."""
+    more = f" and {len(keys) - 5:,} more" if len(keys) > 5 else ""
+    return ", ".join(map(repr, keys[:5])) + more

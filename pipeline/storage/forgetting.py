@@ -7,7 +7,7 @@ the same bytes. The entity of a row is in `user_id` or `item_id`, or in `entity_
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +55,20 @@ def rows_of(root: Path, ids: Ids) -> tuple[dict[str, int], dict[Side, set[str]]]
 
 def is_of(column: pa.Array | pa.ChunkedArray, ids: frozenset[str]) -> pa.Array | pa.ChunkedArray:
     """Whether each id of a column is among `ids`."""
-    keys = sorted(ids)
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
-    if pa.types.is_integer(column.type):
+    return pc.is_in(column, value_set=_of_type(ids, column.type))
+
+
+@lru_cache(maxsize=8)  # for many ids this takes longer than a batch
+def _of_type(ids: frozenset[str], kind: pa.DataType) -> pa.Array:
+    """The ids as values of a column's type, without those that it cannot have."""
+    keys = sorted(ids)
+    if pa.types.is_integer(kind):
+        limits = np.iinfo(kind.to_pandas_dtype())
         keys = [int(key) for key in keys if key.removeprefix("-").isdecimal() and str(int(key)) == key]
-        kind = np.iinfo(column.type.to_pandas_dtype())
-        keys = [number for number in keys if kind.min <= number <= kind.max]
-    return pc.is_in(column, value_set=pa.array(keys, column.type))
+        keys = [number for number in keys if limits.min <= number <= limits.max]
+    return pa.array(keys, kind)
 
 
 def forget_in_run(run: RunFolder, files: Mapping[str, int], ids: Ids) -> int:

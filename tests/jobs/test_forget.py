@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from unittest import mock
@@ -380,5 +381,14 @@ def test_events_whose_error_or_escaped_line_names_an_id_go(tmp_path):
     facts = [{"line": f"of 2 users {who!r}"}, {"error": f"1 are missing ({who})"}, {"line": "begun"}]
     lines = [json.dumps({"event": "said"} | fact, ensure_ascii=False) + "\n" for fact in facts]
     log.write_text("".join(lines), "utf-8")
-    forgetting._forget_in_events(log, {"user": frozenset({who}), "item": frozenset()})
+    forgetting._forget_in_events(log, forgetting._finder({"user": frozenset({who}), "item": frozenset()}))
     assert log.read_text("utf-8") == lines[-1]
+
+
+def test_the_time_to_find_ids_in_events_does_not_grow_with_their_number_and_long_lists_are_cut():
+    ids = [f"u{number}" for number in range(200_000)]
+    names_one, start_s = forgetting._finder({"user": frozenset(ids), "item": frozenset({"é-1"})}), time.perf_counter()
+    named = [names_one(text) for _ in range(200) for text in ("of u7, and", "of u200000, xu7", "(é-1)", "é-12 é-1é")]
+    assert named == [True, False, True, False] * 200 and time.perf_counter() - start_s < 1
+    assert forgetting._first(ids) == "'u0', 'u1', 'u2', 'u3', 'u4' and 199,995 more"
+    assert forgetting._first(ids[:5]) == "'u0', 'u1', 'u2', 'u3', 'u4'"
