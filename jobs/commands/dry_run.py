@@ -14,7 +14,7 @@ from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.attempt import newest_attempt
 from laserbatch.jobs.stages.budgets import last_speed
 from laserbatch.jobs.stages.inputs import checked_inputs
-from laserbatch.jobs.stages.night import Night, new_night, say_other_prompts
+from laserbatch.jobs.stages.night import Night, leave_lost_pools, new_night, say_other_prompts
 from laserbatch.jobs.stages.night_plans import plan_night, predicted_cost
 from laserbatch.jobs.stages.variants import means
 from laserbatch.pipeline.knowledge.prompts import changed_parts
@@ -60,6 +60,7 @@ def planned_night(settings: Settings, date: datetime.date, force: bool, redo: bo
             night.manifest.origin.force = force
         else:
             night = Night(settings, workspace, date, attempt.run, attempt.manifest)
+            leave_lost_pools(night)
         night.tables = tables
         folder = RunFolder(Path(scratch) / "run")
         plans = plan_night(night, folder)

@@ -160,21 +160,21 @@ def open_night(
     else:
         night = Night(settings, workspace, date, attempt.run, attempt.manifest, attempt.changed)
         if not attempt.is_done:
-            _go_on(night)
+            say(f"continuing run {night.run.run_id}")
+            leave_lost_pools(night)
+            night.manifest.status = "running"
     night.tables = tables
     return night
 
 
-def _go_on(night: Night) -> None:
-    """Resume an unfinished run, without its pools if they are gone, damaged or of a run that was rolled back."""
-    say(f"continuing run {night.run.run_id}")
-    manifest, pools = night.manifest, night.manifest.generation.pools.version
+def leave_lost_pools(night: Night) -> None:
+    """Let a resumed run draft from no pools if its own are gone, damaged or of a run that was rolled back."""
+    pools = night.manifest.generation.pools.version
     if pools in night.workspace.publication.not_built_on():
         say(f"not drafting from the pools {pools}, because their run was rolled back")
-        manifest.generation.pools = PoolsUsed()
-    elif pools is not None and not can_be_used(night.pools, pools, night.tokenizer_hash):
-        manifest.generation.pools = PoolsUsed()
-    manifest.status = "running"
+    elif pools is None or can_be_used(night.pools, pools, night.tokenizer_hash):
+        return
+    night.manifest.generation.pools = PoolsUsed()
 
 
 def new_night(
@@ -286,42 +286,44 @@ def current_pools(
     others: Collection[str] = (),
     tokenizer: str | None = None,
 ) -> PoolVersion | None:
-    """The pools that a run of a date may draft from: the current ones, or the newest of `others` not of a later date.
+    """The pools that a run of a date may draft from: the current ones, or the newest of `others` that fit.
 
-    The version `chosen` takes precedence if it exists without a problem. The versions `not_used`, of runs that are held
-    or were rolled back, are skipped. `others` are finished runs; a removed run may have been held. Returns None if the
-    version has a lower `min_support`, is damaged, or has another format or another tokenizer than the one with the hash
-    `tokenizer`: the night then only writes more slowly.
+    The version `chosen` takes precedence if it exists without a problem. Pools do not fit if they are of a later date
+    or in `not_used` (of runs that are held or were rolled back), have a lower `min_support`, are damaged, or have
+    another format or another tokenizer than the one with the hash `tokenizer`. `others` are finished runs; a removed
+    run may have been held. Without pools (None) the night only writes more slowly.
     """
     try:
         versions = {entry.version: entry for entry in store.list()}
-        version = chosen if chosen in versions and versions[chosen].problem is None else store.current_version()
-        if version in not_used:
-            say(f"not drafting from the pools {version}: their run was rolled back or is held back by a gate")
-        if version is not None and (version[:10] > str(date) or version in not_used):
-            version = max((name for name in versions if name in others and name[:10] <= str(date)), default=None)
+        first = chosen if chosen in versions and versions[chosen].problem is None else store.current_version()
     except PoolError as error:
         say(f"not drafting from any pools: {error}")
         return None
-    if version is None or not can_be_used(store, version, tokenizer):
-        return None
-    if any(pool.settings.min_support < min_support for pool in versions[version].pools.values()):
-        say(
-            f"not drafting from the pools {version}, which have a lower pools.min_support than {min_support}; "
-            "the pools that are built from this run will have it"
-        )
-        return None
-    return versions[version]
+    if first in not_used:
+        say(f"not drafting from the pools {first}: their run was rolled back or is held back by a gate")
+    older = [
+        name for name, entry in versions.items() if name in others
+        and all(tokenizer in (None, pool.tokenizer_hash) for pool in entry.pools.values())
+    ]  # fmt: skip
+    for version in dict.fromkeys((first, *reversed(older))) if first is not None else ():
+        is_allowed = version[:10] <= str(date) and version not in not_used
+        if is_allowed and can_be_used(store, version, tokenizer, min_support):
+            if version != first:
+                say(f"drafting from the pools {version}, the newest that fit")
+            return versions[version]
+    return None
 
 
-def can_be_used(store: PoolStore, version: str, tokenizer: str | None = None) -> bool:
-    """Whether a version's routers load and its pools match their checksums and the hash `tokenizer`, if it is given.
+def can_be_used(store: PoolStore, version: str, tokenizer: str | None = None, min_support: int = 1) -> bool:
+    """Whether a version's routers load and its pools match their checksums and the arguments.
 
-    Prints the problem if not.
+    `tokenizer` is a hash; None: any. Prints the problem if not.
     """
     try:
         for side in store.verify(version):
-            store.open(version, side, tokenizer)
+            pool = store.open(version, side, tokenizer)
+            if pool is not None and pool.settings.min_support < min_support:
+                raise PoolError(f"they have a lower pools.min_support than {min_support}.")
             Router.load(store.folder(version) / "router" / side)
     except PoolError as error:
         say(f"not drafting from the pools {version}: {error} The pools that are built from this run replace them")

@@ -28,6 +28,13 @@ def test_a_dry_run_tells_what_is_finished_and_what_would_go_on(lived, capfd):  #
     assert contents(lived / "workspace") == before
 
 
+def test_a_dry_run_of_a_killed_night_names_no_pools_that_are_gone(folder, capfd):  # noqa: F811
+    drafted_from = planned(capfd, folder, "2025-03-03")["drafted_from"]
+    assert drafted_from is not None
+    shutil.rmtree(folder / "workspace" / "pools" / drafted_from)
+    assert planned(capfd, folder, "2025-03-03")["drafted_from"] is None
+
+
 def test_a_dry_run_tells_who_would_be_written_and_why_and_writes_nothing(folder, capfd):  # noqa: F811
     settings = yaml.safe_load((folder / "laserbatch.yaml").read_text())
     (folder / "laserbatch.yaml").write_text(yaml.safe_dump(settings | {"cluster": {"price_per_hour": 3600}}))

@@ -98,6 +98,15 @@ def test_a_run_does_not_draft_from_pools_of_a_lower_min_support(tmp_path, capsys
         assert describe_pools(current_pools(store, min_support, date)).item.num_texts == 1
     assert describe_pools(current_pools(store, 3, date)) == PoolsUsed()
     assert "lower pools.min_support than 3" in " ".join(capsys.readouterr().err.split())
+    with store.publish("2025-03-01-bb") as folder:
+        build_pool(rows, folder / "item", side="item", tokenizer_hash="other", model_id="m")
+        Router.fit("item", items, interactions, routing).save(folder / "router" / "item")
+    finished = {"2025-02-28-aa", "2025-03-01-bb"}
+    for tokenizer, expected in (("other", "2025-03-01-bb"), ("t", "2025-02-28-aa"), ("third", None)):
+        chosen = current_pools(store, 1, date, others=finished, tokenizer=tokenizer)
+        assert (chosen and chosen.version) == expected
+    assert "drafting from the pools 2025-02-28-aa, the newest that fit" in " ".join(capsys.readouterr().err.split())
+    assert current_pools(store, 1, date, tokenizer="t") is None
 
 
 def test_use_switches_the_current_version(world):
