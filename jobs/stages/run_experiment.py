@@ -22,7 +22,7 @@ from laserbatch.jobs.stages.inputs import check_inputs, require_plain_words, req
 from laserbatch.jobs.stages.night import open_run
 from laserbatch.jobs.stages.run_night import run_night
 from laserbatch.jobs.stages.variants import Variant, compare_variants, with_adaptor
-from laserbatch.pipeline.errors import ConfigError, RunFailed, RunHeld, WorkspaceError
+from laserbatch.pipeline.errors import ClusterFailed, ConfigError, EndpointGone, RunFailed, RunHeld, WorkspaceError
 from laserbatch.pipeline.knowledge.templates import SHIPPED_TEMPLATES, load_template
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import (
@@ -107,7 +107,7 @@ def run_experiment(workspace: Workspace, name: str, experiment: Experiment) -> d
 
     After a kill the same call goes on. A variant most of whose first texts cannot be kept is recorded in `failed`, and
     the other variants still run. Raises ConfigError if another experiment has the name, CtrError if the sample cannot
-    judge, RunFailed if every variant failed.
+    judge, RunFailed if every variant failed, EndpointGone or ClusterFailed if a night may be tried again.
     """
     folder = workspace.experiment(name)
     folder.mkdir(parents=True, exist_ok=True)
@@ -119,6 +119,8 @@ def run_experiment(workspace: Workspace, name: str, experiment: Experiment) -> d
             say(f"variant {number} of {len(experiment.settings)}: {variant}")
             try:
                 variants.append(_tried(folder, variant, of_variant, experiment.date))
+            except (EndpointGone, ClusterFailed):
+                raise  # the same command continues
             except RunFailed as error:
                 say(f"{variant} failed, the other variants continue: {error}")
                 failed[variant] = str(error)

@@ -5,6 +5,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pyarrow.parquet as pq
 import pytest
@@ -21,7 +22,7 @@ from laserbatch.jobs.stages.night import open_run
 from laserbatch.jobs.stages.variants import cost_of_a_million
 from laserbatch.pipeline.budget.choice import read_step_cost
 from laserbatch.pipeline.encoding.encoder import TextEncoder
-from laserbatch.pipeline.errors import RunFailed, WorkspaceError
+from laserbatch.pipeline.errors import EndpointGone, RunFailed, WorkspaceError
 from laserbatch.pipeline.sample.world import write_sample_world
 
 NAME = "2025-02-10-trial"
@@ -126,6 +127,8 @@ def test_a_variant_that_fails_does_not_stop_the_others(folder, tried, capfd, mon
     assert result["failed"] == {"kar": "nothing could be parsed"}
     assert [row["variant"] for row in result["variants"]] == ["mine"] and result["between"] == []
     (folder / "workspace/experiments" / NAME / "comparison.json").write_bytes(before)
+    monkeypatch.setattr(run_experiment, "_tried", mock.Mock(side_effect=EndpointGone("no server")))
+    assert ask(capfd, folder, "experiment", *TRIED, code=6)["error"] == "no server"
 
 
 def test_frameworks_are_compared_by_their_newest_runs_of_one_date_published_or_not(folder, tried, capfd, monkeypatch):
