@@ -1,6 +1,6 @@
 """Checks whether a night can run on this machine: software, GPUs, disk, and the files that the configuration names.
 
-It writes only a temporary file in the workspace's folder. It knows nothing of the model.
+It writes only temporary files, in the workspace's folder and at `deliver_to`. It knows nothing of the model.
 """
 
 import fcntl
@@ -21,6 +21,7 @@ from laserbatch.jobs.checks.result import CheckResult
 from laserbatch.jobs.extensions import extension
 from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.inputs import check_inputs, require_engine
+from laserbatch.jobs.stages.publishing import require_place
 from laserbatch.pipeline import gpus
 from laserbatch.pipeline.decoding.model.folder import tokenizer_folder
 from laserbatch.pipeline.encoding.identity import find_encoder
@@ -184,7 +185,7 @@ def check_pools(settings: Settings) -> Iterator[CheckResult]:
             store.open(current, side, expected)
             Router.load(store.folder(current) / "router" / side)
         except PoolError as error:
-            hint = "The next night drafts less and builds new pools; or set decoding.model back"
+            hint = "The next night drafts from older pools that fit, or from none, and builds new ones"
             yield CheckResult("pools", "warning", str(error), hint)
             return
     yield CheckResult("pools", "ok", f"{current}, every file has its checksum")
@@ -200,6 +201,12 @@ def check_tables(settings: Settings) -> Iterator[CheckResult]:
     else:
         left_out = "".join(f"; {finding.found}" for finding in findings if finding.kind == "left-out")
         yield CheckResult("tables", "ok", f"{path} has no fault{left_out}")
+
+
+def check_delivery(settings: Settings) -> Iterator[CheckResult]:
+    if settings.deliver_to is not None:
+        require_place(Workspace(settings.workspace), settings.deliver_to)
+        yield CheckResult("delivery", "ok", f"runs can be delivered to {settings.deliver_to}")
 
 
 def check_extensions(settings: Settings) -> Iterator[CheckResult]:

@@ -24,7 +24,7 @@ CHECKS = (
     *("machine.check_engine", "model.check_model", "model.check_drafters", "model.check_dtype", "model.check_memory"),
     "trial.check_answer",
     *("machine.check_workspace", "machine.check_encoder", "machine.check_pools", "machine.check_tables"),
-    "machine.check_extensions",
+    *("machine.check_delivery", "machine.check_extensions"),
 )
 MODEL_CHECKS = ("model.check_model", "model.check_dtype", "model.check_memory", "trial.check_model_here")
 

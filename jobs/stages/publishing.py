@@ -153,6 +153,14 @@ def destination_of(workspace: Path, uri: str) -> Destination | LakeTables:
     return destination
 
 
+def require_place(workspace: Workspace, uri: str) -> None:
+    """Raise LaserbatchError if runs cannot be delivered to a URI; a lake is only read."""
+    destination = destination_of(workspace.root, uri)
+    _run_there(workspace, destination)
+    if isinstance(destination, Destination):
+        destination.require_writable()
+
+
 def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:
     """Copy the published run to a URI for its readers; without a published run, do nothing.
 

@@ -30,15 +30,17 @@ from laserbatch.jobs.stages.publishing import (
     finalize_run,
     publish_run,
     repair_pointer,
+    require_place,
 )
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.distributed.cluster import end_leftovers
 from laserbatch.pipeline.engines.spending import Spending
-from laserbatch.pipeline.errors import RunFailed
+from laserbatch.pipeline.errors import LaserbatchError, RunFailed
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.figures import PreviousNight
 from laserbatch.pipeline.storage.run_folder import RunFolder
+from laserbatch.pipeline.storage.uris import ADVICE
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.retrieval_pools.settings import KEEP_VERSIONS
 
@@ -107,6 +109,8 @@ def _do_stages(night: Night, policy: PublishPolicy) -> None:
         finish_night(night)
         publish_night(night, policy)
         return
+    if settings.deliver_to is not None and policy != "never":
+        _require_place(night.workspace, settings.deliver_to)
     with NightWorkers(settings.cluster, night.workspace.root) as workers:
         try:
             with _recorded_endpoint(night):
@@ -123,6 +127,16 @@ def _do_stages(night: Night, policy: PublishPolicy) -> None:
         run_stages(night, JUDGING, workers)
     finish_night(night)
     publish_night(night, policy)
+
+
+def _require_place(workspace: Workspace, uri: str) -> None:
+    """Before texts are written, raise the errors of `require_place`; only warn of a service that does not answer."""
+    try:
+        require_place(workspace, uri)
+    except LaserbatchError as error:
+        if not str(error).endswith(f"{ADVICE}."):  # it is known what to do
+            raise type(error)(f"no text was written, because the run could not be delivered. {error}") from None
+        say(f"WARNING: the night goes on, but delivers its run only if this passes. {error}")
 
 
 def run_stages(night: Night, stages: Iterable[Stage], *values: Any) -> None:

@@ -8,6 +8,7 @@ earlier run or the new one. A delivery that was killed can go on: files with the
 import datetime
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -113,6 +114,18 @@ class Destination:
             are_sent.append(sent(last))
         num_bytes = sum(files[name][0] for name, is_sent in zip(files, are_sent, strict=True) if is_sent)
         return Delivered(sum(are_sent), num_bytes)
+
+    def require_writable(self) -> None:
+        """Write and delete a small file. Raises NotDelivered if that fails. A folder is only looked at."""
+        with naming_uri(self.uri, NotDelivered):
+            if self.filesystem.type_name == "local":
+                folder = next(path for path in (Path(self.root), *Path(self.root).parents) if path.exists())
+                if not folder.is_dir() or not os.access(folder, os.W_OK):
+                    raise OSError(f"files cannot be written to {folder}")
+            else:
+                with self.filesystem.open_output_stream(probe := f"{self.root}/.laserbatch-probe") as out:
+                    out.write(b"a night of laserbatch may write here")
+                self.filesystem.delete_file(probe)
 
     def remove(self, run_ids: Collection[str]) -> list[str]:
         """Delete some runs, after the pointer if it names one of them; returns those that were there."""

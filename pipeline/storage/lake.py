@@ -23,7 +23,7 @@ from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.delivery import Delivered
 from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, iter_parquet, num_rows_of, parquet_files
 from laserbatch.pipeline.storage.run_folder import RunFolder
-from laserbatch.pipeline.storage.uris import ADVICE, without_credentials
+from laserbatch.pipeline.storage.uris import ADVICE, advice_for, without_credentials
 
 DELTA, ICEBERG = "delta:", "iceberg://"
 RUN, NUMBER = "delivered_run_id", "delivery"  # columns before those of a feature table
@@ -176,14 +176,14 @@ class LakeTables:
     @contextmanager
     def _naming(self) -> Iterator[None]:
         """Turn errors of the table library in the block into NotDelivered, which names the URI."""
-        advice = ADVICE
-        if self.uri.startswith(ICEBERG):
-            advice = "Check the catalogue in .pyiceberg.yaml or PYICEBERG_CATALOG__*, and that it can be reached"
         try:
             yield
         except LaserbatchError:
             raise
         except Exception as error:  # each library has its own errors, and some derive from Exception alone
+            advice = advice_for(error)
+            if self.uri.startswith(ICEBERG) and advice == ADVICE:
+                advice = "Check the catalogue in .pyiceberg.yaml or PYICEBERG_CATALOG__*, and that it can be reached"
             raise NotDelivered(f"{self.uri}: {type(error).__name__}: {first_line(error)}. {advice}.") from None
 
 

@@ -21,6 +21,22 @@ SERVICES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
 _SECRET_OPTION = re.compile(r"[?&][^=&]*(key|secret|token|passw|credential|sig)[^=&]*=", re.IGNORECASE)
 STANDARD_CHAIN = "taken from the standard chain (for s3:// the environment, ~/.aws, the machine's role)"
 ADVICE = f"Check the URI, that the service can be reached, and its credentials: they are {STANDARD_CHAIN}"
+# Parts of libraries' messages for what does not pass by itself, and what to do.
+_REFUSALS = {
+    r"NO_SUCH_BUCKET|NoSuchBucket|[Bb]ucket ('[^']*' )?(not found|does not exist)": (
+        "Create the bucket, or correct the URI"
+    ),
+    # Without a body, S3 says of expired credentials only that the request was bad.
+    r"Expired|has expired|HTTP status 400": (
+        "The credentials have expired or are malformed. Renew them (after `aws sso login`, `aws configure "
+        f"export-credentials --format env` prints them); they are {STANDARD_CHAIN}"
+    ),
+    r"ACCESS_DENIED|AccessDenied|INVALID_ACCESS_KEY|SIGNATURE_DOES_NOT_MATCH|INVALID_CLIENT|PERMISSION_DENIED|"
+    r"UNAUTHENTICATED|HTTP status 40[13]|403 Forbidden|401 Unauthorized": (
+        "The credentials are missing or wrong, or do not allow to list, read, write and delete files there; they are "
+        f"{STANDARD_CHAIN}"
+    ),
+}
 
 
 def is_uri(path: object) -> TypeGuard[str]:
@@ -57,7 +73,7 @@ def filesystem_of(uri: str) -> tuple["FileSystem", str]:
         filesystem, path = FileSystem.from_uri(opened)
     except (OSError, ValueError, NotImplementedError) as error:
         kind = NotReached if isinstance(error, OSError) else ConfigError
-        raise kind(f"{uri} cannot be opened: {first_line(error)}. {ADVICE}.") from None
+        raise kind(f"{uri} cannot be opened: {first_line(error)}. {advice_for(error)}.") from None
     return filesystem, path.rstrip("/")
 
 
@@ -67,5 +83,10 @@ def naming_uri(uri: str, kind: type[LaserbatchError]) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        advice = "" if uri.startswith("file:") else f" {ADVICE}."  # a folder has no credentials
+        advice = "" if uri.startswith("file:") else f" {advice_for(error)}."  # a folder has no credentials
         raise kind(f"{uri}: {first_line(error)}.{advice}") from None
+
+
+def advice_for(error: Exception) -> str:
+    """What to do about an error of a service's library."""
+    return next((advice for found, advice in _REFUSALS.items() if re.search(found, str(error))), ADVICE)

@@ -1,7 +1,10 @@
 """Places of deliveries and tables in tests: a folder with a URI, and an S3-compatible server on this machine."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -28,6 +31,31 @@ def bucket() -> Iterator[str]:
             yield "s3://nights"
         finally:
             server.stop()
+
+
+@contextmanager
+def refusing_server(status: int, code: str) -> Iterator[str]:
+    """The URL of a server that answers each request as S3 refuses one; answers to HEAD have no body."""
+
+    class Refusing(BaseHTTPRequestHandler):
+        def refuse(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            body = "" if self.command == "HEAD" else f"<Error><Code>{code}</Code><Message>x</Message></Error>"
+            self.send_response(status)
+            self.send_header("Content-Type", "application/xml")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        do_GET = do_HEAD = do_PUT = do_POST = refuse
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 @pytest.fixture(params=["file", "s3"])

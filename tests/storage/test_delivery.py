@@ -5,10 +5,11 @@ import json
 import shutil
 import time
 from functools import partial
+from unittest import mock
 
 import pyarrow as pa
 import pytest
-from destinations import bucket, place  # noqa: F401 (fixtures)
+from destinations import bucket, place, refusing_server  # noqa: F401 (fixtures)
 from manifests import manifest_of
 from pyarrow.fs import FileSystem
 
@@ -16,11 +17,12 @@ from laserbatch.jobs.commands.status import summary_rows, workspace_state
 from laserbatch.jobs.console import ExitCode
 from laserbatch.jobs.failures import exit_code_of
 from laserbatch.jobs.settings import Settings, load_settings
+from laserbatch.jobs.stages import run_night
 from laserbatch.jobs.stages.inputs import require_delivery
 from laserbatch.jobs.stages.publishing import deliver, forget_delivered, remove_delivered
 from laserbatch.pipeline.errors import ConfigError, NotDelivered, WorkspaceError
 from laserbatch.pipeline.storage.delivery import PLACES, Destination, known_places, last_deliveries
-from laserbatch.pipeline.storage.uris import filesystem_of
+from laserbatch.pipeline.storage.uris import ADVICE, filesystem_of
 from laserbatch.pipeline.storage.workspace import Workspace
 
 OLD, NEW = "2025-03-01-aaaaaaaa", "2025-03-02-aaaaaaaa"
@@ -171,6 +173,36 @@ def test_what_cannot_be_delivered_says_that_it_is_published_here(workspace, tmp_
     ) as error:
         deliver(workspace, f"file://{tmp_path}/file/below")
     assert exit_code_of(error.value) == ExitCode.UNAVAILABLE  # so that a scheduler tries again
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "advice"),
+    [(404, "NoSuchBucket", "Create the bucket"), (400, "ExpiredToken", "have expired"),
+     (403, "InvalidAccessKeyId", "missing or wrong"), (403, "AccessDenied", "do not allow to list, read, write")],
+)  # fmt: skip
+def test_a_place_that_refuses_files_ends_a_night_before_its_texts_and_says_what_to_do(
+    status, code, advice, workspace, monkeypatch
+):
+    with refusing_server(status, code) as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "planted")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "planted")
+        with pytest.raises(NotDelivered, match=f"no text was written.*s3://nights/p: .*{advice}"):
+            run_night._require_place(workspace, "s3://nights/p")
+
+
+def test_a_place_that_can_be_written_stays_as_it_is_and_a_service_that_is_away_is_only_a_warning(
+    workspace, place, tmp_path, capsys, monkeypatch  # noqa: F811
+):  # fmt: skip
+    run_night._require_place(workspace, place)
+    assert set(there(place)) == set() and not (tmp_path / "there").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotDelivered, match="below"):
+        run_night._require_place(workspace, f"file://{tmp_path}/file/below")
+    reply = OSError("AWS Error NETWORK_CONNECTION during HeadObject operation")
+    monkeypatch.setattr(Destination, "require_writable", mock.Mock(side_effect=NotDelivered(f"{reply}. {ADVICE}.")))
+    run_night._require_place(workspace, place)
+    assert "WARNING: the night goes on" in capsys.readouterr().err
 
 
 def test_publishing_without_the_destination_names_the_places_whose_readers_see_another_run(workspace, place, capsys):  # noqa: F811
