@@ -44,23 +44,29 @@ def test_every_file_is_in_the_table():
     assert [path.name for path in FILES if path.name != "README.md" and f"`{path.name}`" not in table] == []
 
 
+def fake_programs(folder: Path) -> None:
+    """`laserbatch`, which records its arguments and ends with the code in a file, and a `sleep` that does not wait."""
+    programs = {"laserbatch": f'echo "$@" >> {folder}/given\nexit $(cat {folder}/code)', "sleep": ""}
+    for name, body in programs.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+
+
 def test_the_line_of_cron_runs_its_night_once_more_where_that_helps(tmp_path):
-    """Its last field, run by bash as cron does; `laserbatch` here records its arguments and ends with a code."""
+    """Its last field, run by bash as cron does."""
     line = (SCHEDULES / "laserbatch.cron").read_text().splitlines()[-1]
     minute, hour, *_, user, command = line.split(None, 6)
     assert (minute, hour, user) == ("0", "2", "laserbatch")
     assert re.search(r"(?<!\\)%", command) is None
-    fake = tmp_path / "laserbatch"
-    fake.write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/given\nexit $(cat {tmp_path}/code)\n')
-    fake.chmod(0o755)
-    (tmp_path / "sleep").write_text("#!/bin/bash\n")
-    (tmp_path / "sleep").chmod(0o755)
+    fake_programs(tmp_path)
     script = command.replace("\\%", "%").replace("/tmp/laserbatch-night.lock", str(tmp_path / "lock"))
     names = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CONFIG": "C", "LOG": str(tmp_path / "log")}
-    for code, num_tries in ((0, 1), (3, 1), (124, 1), (1, 2), (6, 2)):
+    late = script.replace("$SECONDS", "99999")
+    for code, num_tries, run in ((0, 1, script), (3, 1, script), (124, 1, script), (1, 2, script), (6, 2, script),
+                                 (137, 2, script), (137, 1, late)):  # fmt: skip
         (tmp_path / "code").write_text(str(code))
         (tmp_path / "given").write_text("")
-        done = subprocess.run(["/bin/bash", "-c", script], env=names, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(["/bin/bash", "-c", run], env=names, capture_output=True, text=True, timeout=20)
         commands = (tmp_path / "given").read_text().splitlines()
         assert len(commands) == num_tries and re.fullmatch(r"nightly --config C --date \d{4}-\d\d-\d\d", commands[0])
         assert (f"ended with exit code {code};" in done.stdout) == (code != 0)
@@ -183,7 +189,7 @@ def test_resources_are_what_kubeconform_takes(name):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_rayjob_has_what_its_schema_requires():
+def test_the_rayjob_has_what_its_schema_requires_and_tries_again_where_that_helps(tmp_path):
     """KubeRay's resource v1. On a cluster, `kubectl create --dry-run=server` checks all of it."""
     job, schedule = yaml.safe_load_all((SCHEDULES / "rayjob.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
@@ -193,7 +199,16 @@ def test_the_rayjob_has_what_its_schema_requires():
         assert container["image"].endswith(f"/laserbatch:{VERSION}") and container["volumeMounts"]
         assert container["resources"]["requests"] == container["resources"]["limits"]
     assert all(group["groupName"] for group in cluster["workerGroupSpecs"])
-    assert job["spec"]["backoffLimit"] and job["spec"]["activeDeadlineSeconds"]
+    assert job["spec"]["activeDeadlineSeconds"]
+    fake_programs(tmp_path)
+    for code, num_tries in ((0, 1), (3, 1), (4, 1), (5, 1), (6, 3), (137, 3)):
+        (tmp_path / "code").write_text(str(code))
+        (tmp_path / "given").write_text("")
+        path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        done = subprocess.run(["/bin/bash", "-c", job["spec"]["entrypoint"]], env=path, timeout=20)
+        commands = (tmp_path / "given").read_text().splitlines()
+        assert done.returncode == code and len(commands) == num_tries and len({*commands}) == 1
+    assert job["spec"]["backoffLimit"] == 0  # it would try again after every code
     assert (schedule["kind"], schedule["spec"]["concurrencyPolicy"]) == ("CronJob", "Forbid")
 
 
