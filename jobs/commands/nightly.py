@@ -243,7 +243,7 @@ def night_counts(night: Night) -> dict[str, Any]:
             counts[f"{side}s"] |= {"num_waiting": figures.num_waiting, "num_without_text": figures.num_without_text}
             counts[f"{side}s"]["postponed"] = figures.postponed
         counts[f"{side}s"] |= {n: getattr(figures.stats, n) for n in ("num_tokens", "tokens_per_step", "tokens_per_s")}
-        if warnings := side_warnings(figures):
+        if warnings := side_warnings(figures, night.manifest.origin.settings):
             counts[f"{side}s"]["warning"] = "; ".join(warnings)
     return counts
 

@@ -195,9 +195,10 @@ def _warnings(manifest: RunManifest, sides: list[SideReport]) -> list[str]:
     messages = [f"{done}: {gate_sentence(gate)}." for gate in blocking(manifest.judgement.gates)]
     messages += [f"{gate_sentence(gate)}." for gate in warning(manifest.judgement.gates)]
     messages += log_warnings(manifest)
+    settings = manifest.origin.settings
     if (server := manifest.generation.endpoint) is not None and server.changes:
         messages.append(f"{server.changes[0].upper()}{server.changes[1:]}.")
-    messages += [f"{side.label}: {warning}." for side in sides for warning in side_warnings(side.figures)]
+    messages += [f"{side.label}: {warning}." for side in sides for warning in side_warnings(side.figures, settings)]
     for table, facts in manifest.origin.inputs.items():
         messages += [f"{table}.{column}: {why}." for column, why in facts.get(LEFT_OUT, {}).items()]
     return [manifest.failure, *messages] if manifest.status == "failed" and manifest.failure else messages

@@ -1,7 +1,8 @@
 """The sides of a night as the report's sections read them: counts, the passes to compare with, and warnings."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from laserbatch.jobs.formatting import percent, ratio
 from laserbatch.jobs.gates import MAX_SHARE_MISSING, accepted_share
@@ -66,8 +67,8 @@ def speed_up(sides: list[SideReport], over: str) -> float | None:
     return ratio(mine.tokens_per_s, other.tokens_per_s)
 
 
-def side_warnings(side: SideFigures) -> list[str]:
-    """Warnings of texts that were cut or repaired, and of drafts that were not accepted as forecast."""
+def side_warnings(side: SideFigures, settings: Mapping[str, Any]) -> list[str]:
+    """Warnings of texts that were cut or repaired, and of drafts that were not accepted as forecast, or not made."""
     cut = ratio(side.stats.finish_reasons.get("length"), side.stats.num_texts) or 0.0
     warnings, loops = [], side.quarantine_reasons.get("loops")
     if cut > MAX_SHARE_CUT:
@@ -101,6 +102,14 @@ def side_warnings(side: SideFigures) -> list[str]:
             f"{side.forecast_acceptance:.2f} that the budget was chosen for (up to {MAX_SHARE_MISSING:.0%} less is "
             "usual). The texts may have changed since. The next night's budget is chosen from tonight's texts if pools "
             "are built from them (`laserbatch pools rebuild`)"
+        )
+    trained = settings.get("decoding", {}).get("drafter_options", {}).get("trained", {})
+    is_drafting = side.budget is not None and side.budget.max_draft_tokens > 0 and side.stats.num_steps > 0
+    if is_drafting and trained.get("models") and not side.stats.drafted_by_source.get("model"):
+        warnings.append(
+            "the models of decoding.drafter_options.trained drafted nothing. They draft for no prompt that together "
+            "with its text is longer than their context (max_position_embeddings in config.json): take models with a "
+            "longer context, or lower knowledge.max_prompt_tokens"
         )
     return warnings
 

@@ -1,5 +1,6 @@
 """The draft models of a target in memory: small models and a trained head."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from laserbatch.research.drafters.trained import DrafterCard, TrainedHead, read_
 from laserbatch.research.drafters.tree_shapes import Beams, Branching, Chains, StochasticBeams
 from laserbatch.retrieval_pools.sources import SOURCE_HEAD, SOURCE_MODEL
 
+logger = logging.getLogger(__name__)
 DEFAULTS = TrainedOptions()
 
 
@@ -35,7 +37,7 @@ class SmallModel(CachedModel):
         self, loaded: LoadedModel, max_rows: int, max_tokens: int, log_acceptance=None, attention: str = "torch"
     ) -> None:
         super().__init__(loaded.model, loaded.device, max_rows, max_tokens, log_acceptance, attention)
-        self.max_context = loaded.max_context
+        self._loaded, self._has_warned = loaded, False
 
     def begin(self, sequences: list[DecodingSequence]) -> None:
         rows = [self._rows[sequence] for sequence in sequences]
@@ -53,8 +55,15 @@ class SmallModel(CachedModel):
         return torch.log_softmax(output.rows.of(output.batch.logit_starts[tree_of] + 1 + places).float(), -1)
 
     def has_room(self, sequence: DecodingSequence) -> bool:
-        expected = len(sequence.context) + sequence.num_left
-        return expected <= self.max_context and self._has_row(sequence, sequence.context, expected)
+        expected, limit = len(sequence.context) + sequence.num_left, self._loaded.max_context
+        if expected > limit and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the draft model %s reads at most %d tokens, so it drafts nothing for a longer prompt with its text: "
+                "this one may have %d. Take a draft model with a longer context, or lower knowledge.max_prompt_tokens "
+                "or decoding.max_new_tokens", self._loaded.model_id, limit, expected,
+            )  # fmt: skip
+        return expected <= limit and self._has_row(sequence, sequence.context, expected)
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,8 @@ def side_of(
 
 def night_of(data: dict) -> SimpleNamespace:
     """A night whose manifest has the given figures of users."""
-    return SimpleNamespace(manifest=SimpleNamespace(generation=SimpleNamespace(sides={"user": figures_of(data)})))
+    generation, origin = SimpleNamespace(sides={"user": figures_of(data)}), SimpleNamespace(settings={})
+    return SimpleNamespace(manifest=SimpleNamespace(generation=generation, origin=origin))
 
 
 def figures_of(data: dict) -> SideFigures:

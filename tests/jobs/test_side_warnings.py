@@ -24,6 +24,10 @@ def with_forecast(side_data: dict, share: float) -> dict:
     return side_data
 
 
+def warnings_of(side_data: dict, **options) -> list[str]:
+    return side_warnings(figures_of(side_data), {"decoding": {"drafter_options": options}})
+
+
 @pytest.mark.parametrize(("share", "is_said"), [(1.3, False), (0.81, False), (0.79, True), (0.1, True)])
 def test_only_notably_less_than_forecast_is_said(manifest, share, is_said):
     side = with_forecast(manifest["sides"]["user"], share)
@@ -40,9 +44,9 @@ def test_only_notably_less_than_forecast_is_said(manifest, share, is_said):
 
 def test_texts_that_role_marks_ended_are_said_with_the_tokens_that_were_written_in_vain(manifest):
     side = with_forecast(manifest["sides"]["user"], 1.0)
-    assert not side_warnings(figures_of(side))
+    assert not warnings_of(side)
     side["stats"] |= {"role_marks": {"### Human:": 2, "<|end|>": 3}, "num_invented": 71}
-    (warning,) = side_warnings(figures_of(side))
+    (warning,) = warnings_of(side)
     assert "5 of" in warning and "### Human: (2), <|end|> (3)" in warning and "71 tokens" in warning
     assert "generation_config.json" in warning
 
@@ -50,22 +54,31 @@ def test_texts_that_role_marks_ended_are_said_with_the_tokens_that_were_written_
 def test_thoughts_that_were_cut_are_counted(manifest):
     side = with_forecast(manifest["sides"]["user"], 1.0)
     side["stats"] |= {"num_thinking": 4, "num_thought_tokens": side["stats"]["num_tokens"]}
-    (warning,) = side_warnings(figures_of(side))
+    (warning,) = warnings_of(side)
     assert warning.startswith("4 of") and "50 % of what was written" in warning and "decoding.thinking" in warning
 
 
 def test_few_steps_say_nothing(manifest):
     side = with_forecast(manifest["sides"]["user"], 0.1)
     side["stats"] |= {"num_steps": MIN_STEPS - 1, "num_accepted": 1}
-    assert not side_warnings(figures_of(side))
+    assert not warnings_of(side)
 
 
 def test_no_forecast_and_no_drafts_say_nothing(manifest):
     side = with_forecast(manifest["sides"]["user"], 0.1)
-    assert side_warnings(figures_of(side))
+    assert warnings_of(side)
     budget = side["budget"]
     for without in (None, budget | {"max_draft_tokens": 0}, budget | {"forecast": {"reason": "nothing was replayed"}}):
-        assert not side_warnings(figures_of(side | {"budget": without}))
-    assert not side_warnings(figures_of(side | {"stats": side["stats"] | {"num_steps": 0}}))
+        assert not warnings_of(side | {"budget": without})
+    assert not warnings_of(side | {"stats": side["stats"] | {"num_steps": 0}})
     del manifest["sides"]["user"]["budget"], manifest["sides"]["item"]["budget"]
     assert "Draft budgets" not in render_page(manifest_of(manifest))
+
+
+def test_draft_models_that_drafted_nothing_are_said(manifest):
+    side, trained = with_forecast(manifest["sides"]["user"], 1.0), {"models": ["small"]}
+    assert not warnings_of(side, trained=trained)
+    side["stats"]["drafted_by_source"]["model"] = 0
+    (warning,) = warnings_of(side, trained=trained)
+    assert "drafted nothing" in warning and "longer than their context" in warning
+    assert not warnings_of(side, trained={"models": []})

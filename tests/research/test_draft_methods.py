@@ -1,6 +1,7 @@
 """All draft methods in the engine: drafts change how fast a text comes, and not the text."""
 
 import copy
+import dataclasses
 import itertools
 import re
 import shutil
@@ -157,6 +158,14 @@ def test_steps_without_memory_for_a_draft_model_are_taken_without_drafts(monkeyp
     assert [results[str(number)].token_ids.tolist() for number in range(len(PROMPTS))] == plain()
     assert sum(result.num_accepted for result in results.values()) > 0
     assert caplog.text.count("steps for which a drafter lacks memory run without drafts") == 1
+
+
+def test_a_draft_model_whose_context_is_too_short_is_named_once(caplog):
+    short = dataclasses.replace(prepare_model(copy.deepcopy(MODEL)), max_context=8)
+    engine = tiny_engine(MODEL, batch_size=4, verifier="greedy")
+    results = list(engine.generate(requests_for(PROMPTS, MAX_NEW), of_models((short,), length=4)))
+    assert sum(result.num_drafted for result in results) == 0
+    assert caplog.text.count("reads at most 8 tokens, so it drafts nothing for a longer prompt") == 1
 
 
 @torch.inference_mode()
