@@ -101,8 +101,11 @@ class StepCostCache:
 
 
 def user_step_costs() -> Path:
-    """The folder of a user's measured costs, which all workspaces read: in LASERBATCH_CACHE, otherwise in ~/.cache."""
-    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laserbatch"
+    """The folder of a user's measured costs, which all workspaces read: in LASERBATCH_CACHE, otherwise in ~/.cache.
+
+    Without a home folder nothing can be read or written there.
+    """
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or os.devnull, ".cache"), "laserbatch")
     return Path(os.environ.get("LASERBATCH_CACHE") or usual) / "step-costs"
 
 

@@ -4,11 +4,13 @@ import ctypes
 import logging
 import math
 import os
+import secrets
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
 
 import ray
@@ -176,6 +178,7 @@ def ray_cluster(
         remove_dead_scratch(SHORT_FOLDERS, RAY_PREFIX)  # folders that killed nights left
         short_folder = _short_folder()
         try:
+            _ensure_token()
             with _marked(workspace), _sigterm_kept():
                 ray.init(
                     _temp_dir=None if short_folder is None else str(short_folder.path),
@@ -214,6 +217,16 @@ def ray_cluster(
             _leave()
         if short_folder is not None:
             short_folder.remove()
+
+
+def _ensure_token() -> None:
+    """Set Ray's token if Ray cannot write one to the home folder, such as in a container with a read-only root."""
+    home = Path(expanduser("~"))  # "~" of a user without a home folder
+    folder = next((path for path in (home / ".ray", home) if path.is_dir()), home)
+    if not os.access(folder, os.W_OK) and not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & {
+        *os.environ
+    }:
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def _leave() -> None:

@@ -275,6 +275,9 @@ def test_a_cost_is_measured_once_for_all_workspaces(tmp_path, monkeypatch):
     monkeypatch.setenv("LASERBATCH_CACHE", str(other.path / "no-folder"))
     homeless = StepCostCache(user_step_costs(), engine, 0)
     assert homeless.write(first) == first and homeless.read() is None
+    for name in ("LASERBATCH_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert not user_step_costs().exists()
 
 
 @pytest.mark.parametrize("spoil", ["{", "{}", "another", "old"])

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from subprocess import PIPE
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import ray
@@ -230,6 +231,15 @@ def test_a_cluster_that_cannot_be_joined_is_told_of_with_rays_own_reason(monkeyp
     with pytest.raises(ConfigError, match=f"the Ray cluster at 'head:6379' cannot be {reason}"):  # noqa: SIM117
         with ray_cluster(ClusterSettings(ray_address="head:6379")):
             pass
+
+
+@pytest.mark.parametrize(("home", "is_set"), [("/proc/none", True), (None, False)])
+def test_ray_gets_a_token_where_it_cannot_write_one(monkeypatch, tmp_path, home, is_set):
+    monkeypatch.setattr(ray, "init", mock.Mock(side_effect=OSError("not started")))
+    monkeypatch.setattr(os, "environ", {"HOME": home or str(tmp_path)})
+    with suppress(ClusterFailed), ray_cluster(ClusterSettings()):
+        pass
+    assert ("RAY_AUTH_TOKEN" in os.environ) is is_set
 
 
 def test_a_local_ray_that_does_not_start_is_a_failure_with_rays_own_reason(monkeypatch, tmp_path):
