@@ -267,6 +267,9 @@ class RunFolder:
         """
         if not self.manifest_path.exists():
             raise WorkspaceError(f"{self.manifest_path} is missing; a run saves its manifest before it is finished.")
-        write_text(f"{time.time_ns()}\n", self.held_path if is_held else self.success_path)
+        others = map(RunFolder, self.root.parent.glob(f"{self.date}-*"))
+        before = [other.finished_ns + 1 for other in others if other.is_finished or other.is_held]
+        finished_ns = max([time.time_ns(), *before])  # the clock may have been set back, or be of another machine
+        write_text(f"{finished_ns}\n", self.held_path if is_held else self.success_path)
         if not is_held:
             self.held_path.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from manifests import manifest_of
@@ -213,6 +214,14 @@ def test_a_copy_without_times_keeps_the_order_in_which_editions_were_finished(wo
     workspace.run(second).success_path.write_text("")  # written by an earlier version: the file's time counts
     os.utime(workspace.run(second).success_path, (1, 1))
     assert [run.run_id for run in workspace.finished_runs()] == [second, first]
+
+
+def test_a_run_finished_after_the_clock_was_set_back_is_the_newest_of_its_date(workspace, monkeypatch):
+    ids = "2025-03-01-0123abcd", "2025-03-01-0123abcd-2"
+    finish(workspace, ids[0])
+    monkeypatch.setattr(time, "time_ns", lambda: 1)
+    finish(workspace, ids[1])
+    assert [run.run_id for run in workspace.finished_runs()] == [*ids]
 
 
 def test_only_a_finished_run_is_published(workspace):
