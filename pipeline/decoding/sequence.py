@@ -34,8 +34,8 @@ class GenerationRequest:
     max_new_tokens : limit of this text's tokens.
     seed : int64, seeds the random numbers of a sampled text.
     grammar : the grammar of allowed texts, in llguidance's variant of Lark; None: any text.
-    thoughts : the marks of thoughts, which may come before the text that the grammar allows; None: no thoughts.
     messages : the role and content of each message of the prompt, for servers that take no tokens.
+    thoughts : the marks of thoughts, which may come before the text that the grammar allows; None: no thoughts.
     """
 
     request_id: str
@@ -45,8 +45,8 @@ class GenerationRequest:
     max_new_tokens: int = 512
     seed: int = 0
     grammar: str | None = None
-    thoughts: ThoughtMarks | None = None
     messages: tuple[tuple[str, str], ...] = ()
+    thoughts: ThoughtMarks | None = None
 
 
 @dataclass(frozen=True)
