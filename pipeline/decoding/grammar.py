@@ -8,15 +8,22 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import NamedTuple
 
 import llguidance
 import numpy as np
 
-from laserbatch.pipeline.decoding.sequence import ThoughtMarks
 from laserbatch.pipeline.errors import ConfigError, first_line
 
 MARGIN = 6  # closing begins this many tokens before it must, as one token may open a further part
 MAX_SHORTEST = 256  # an answer that closing does not end within this many tokens is cut at its limit
+
+
+class ThoughtMarks(NamedTuple):
+    """The tokens that begin and end the thoughts before an answer; `open_id` is None if the prompt begins them."""
+
+    open_id: int | None
+    close_id: int
 
 
 class Grammars:

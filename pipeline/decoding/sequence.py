@@ -1,24 +1,17 @@
 """The request for a text, the sequence while it is written, and its result."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from laserbatch.retrieval_pools.sources import NUM_SOURCES, SOURCE_FORM, SOURCE_TARGET
 
 if TYPE_CHECKING:
-    from laserbatch.pipeline.decoding.grammar import Guide
+    from laserbatch.pipeline.decoding.grammar import Guide, ThoughtMarks
 
 MAX_FORCED = 64  # most tokens that a grammar appends between two steps
 _NOTHING = np.empty(0, np.uint8)
-
-
-class ThoughtMarks(NamedTuple):
-    """The tokens that begin and end the thoughts before an answer; `open_id` is None if the prompt begins them."""
-
-    open_id: int | None
-    close_id: int
 
 
 @dataclass(frozen=True)
@@ -46,7 +39,7 @@ class GenerationRequest:
     seed: int = 0
     grammar: str | None = None
     messages: tuple[tuple[str, str], ...] = ()
-    thoughts: ThoughtMarks | None = None
+    thoughts: "ThoughtMarks | None" = None
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,8 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from laserbatch.pipeline.decoding.sequence import (
-    GenerationFailure,
-    GenerationRequest,
-    GenerationResult,
-    ThoughtMarks,
-)
+from laserbatch.pipeline.decoding.grammar import ThoughtMarks
+from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
 from laserbatch.pipeline.knowledge.thoughts import has_marks, mark_tokens, opens_thoughts, without_thoughts
 from laserbatch.pipeline.knowledge.turns import chat_marks
 

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from laserbatch.pipeline.decoding.drafters import RetrievalDrafter
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.grammar import MARGIN, Grammars, Guide, require_grammar
+from laserbatch.pipeline.decoding.grammar import MARGIN, Grammars, Guide, ThoughtMarks, require_grammar
 from laserbatch.pipeline.decoding.guided import GuidedLogits
 from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
-from laserbatch.pipeline.decoding.sequence import GenerationRequest, GenerationResult, ThoughtMarks
+from laserbatch.pipeline.decoding.sequence import GenerationRequest, GenerationResult
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.verifiers import Greedy, Relaxed
 from laserbatch.pipeline.errors import ConfigError
