@@ -1,11 +1,14 @@
 """The sides of a night as the report's sections read them: counts, the passes to compare with, and warnings."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from laserbatch.jobs.formatting import percent, ratio
 from laserbatch.jobs.gates import MAX_SHARE_MISSING, accepted_share
+from laserbatch.pipeline.decoding.plugins import TEXT_SOURCES, drafter_plugin
+from laserbatch.pipeline.plugins import UnknownPlugin
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.figures import SideFigures
 from laserbatch.pipeline.storage.manifest import RunManifest
@@ -103,15 +106,20 @@ def side_warnings(side: SideFigures, settings: Mapping[str, Any]) -> list[str]:
             "usual). The texts may have changed since. The next night's budget is chosen from tonight's texts if pools "
             "are built from them (`laserbatch pools rebuild`)"
         )
-    trained = settings.get("decoding", {}).get("drafter_options", {}).get("trained", {})
-    is_drafting = side.budget is not None and side.budget.max_draft_tokens > 0 and side.stats.num_steps > 0
-    if is_drafting and trained.get("models") and not side.stats.drafted_by_source.get("model"):
-        warnings.append(
-            "the models of decoding.drafter_options.trained drafted nothing. They draft for no prompt that together "
-            "with its text is longer than their context (max_position_embeddings in config.json): take models with a "
-            "longer context, or lower knowledge.max_prompt_tokens"
-        )
+    if side.budget is not None and side.budget.max_draft_tokens > 0 and side.stats.num_steps > 0:
+        warnings += _plugin_warnings(settings.get("decoding", {}), side.stats.drafted_by_source)
     return warnings
+
+
+def _plugin_warnings(decoding: Mapping[str, Any], drafted_by_source: Mapping[str, int]) -> list[str]:
+    """What drafters of other packages say of their drafts; nothing if a package is no longer installed."""
+    warnings = []
+    for name in decoding.get("drafters", ()):
+        if name not in TEXT_SOURCES:
+            with suppress(UnknownPlugin):
+                options = decoding.get("drafter_options", {}).get(name, {})
+                warnings.append(drafter_plugin(name).warning(options, drafted_by_source))
+    return [warning for warning in warnings if warning]
 
 
 def _counted(stats: DecodingStats | None) -> DecodingStats | None:

@@ -4,7 +4,7 @@ A package declares them by entry points in the groups `laserbatch.drafters` and 
 signatures below `decoding` is a `DecodingSettings`, `target` a `LoadedModel`; settings import this module.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -58,6 +58,9 @@ class DrafterPlugin:
     def load(self, options: Any, decoding: Any, target: Any) -> LoadedDrafter:
         """Load the models that it drafts with. Raises ModelError: one cannot be read, or does not fit the target."""
         raise NotImplementedError
+
+    def warning(self, options: Mapping[str, Any], drafted_by_source: Mapping[str, int]) -> str | None:
+        """A warning for the report about the drafts of a side; `options` are its section as the manifest has it."""
 
 
 class VerifierPlugin:

@@ -150,12 +150,12 @@ class ShardWorker:
             GenerationRequest(
                 key,
                 row.prompt.token_ids,
-                row.previous_ids,
-                row.group,
-                max_new_tokens,
-                seed_of(side, row.entity_id),
-                self._grammars[side],
-                row.prompt.messages,
+                previous_ids=row.previous_ids,
+                group=row.group,
+                max_new_tokens=max_new_tokens,
+                seed=seed_of(side, row.entity_id),
+                grammar=self._grammars[side],
+                messages=row.prompt.messages,
             )
             for key, row in longest_first(rows)
         )

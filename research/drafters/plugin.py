@@ -49,5 +49,14 @@ class TrainedPlugin(DrafterPlugin):
 
         return DraftModels.load(options, decoding.dtype, target)
 
+    def warning(self, options, drafted_by_source) -> str | None:
+        if not options.get("models") or drafted_by_source.get("model"):
+            return None
+        return (
+            "the models of decoding.drafter_options.trained drafted nothing. They draft for no prompt that together "
+            "with its text is longer than their context (max_position_embeddings in config.json): take models with a "
+            "longer context, or lower knowledge.max_prompt_tokens"
+        )
+
 
 TRAINED = TrainedPlugin()

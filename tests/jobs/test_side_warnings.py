@@ -25,7 +25,7 @@ def with_forecast(side_data: dict, share: float) -> dict:
 
 
 def warnings_of(side_data: dict, **options) -> list[str]:
-    return side_warnings(figures_of(side_data), {"decoding": {"drafter_options": options}})
+    return side_warnings(figures_of(side_data), {"decoding": {"drafters": [*options], "drafter_options": options}})
 
 
 @pytest.mark.parametrize(("share", "is_said"), [(1.3, False), (0.81, False), (0.79, True), (0.1, True)])
