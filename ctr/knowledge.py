@@ -70,8 +70,8 @@ def build_knowledge(
         of_side, num_entities = aligned[name][side], len(is_trained[side])
         if of_side.num_foreign and of_side.num_missing == num_entities:
             raise CtrError(
-                f"features ({name}) have {of_side.num_foreign} {side} ids, of which none is in the {side}s table; give "
-                "the tables that the run read, with unchanged ids"
+                f"features ({name}) have {of_side.num_foreign} {side} ids, but the {side}s table has none of them; "
+                "give the tables that the run read, with unchanged ids"
             )
         if of_side.num_missing or of_side.num_foreign:
             logger.warning(

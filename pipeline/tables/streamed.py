@@ -190,10 +190,12 @@ def log_times(times: pa.Array, unit: str, path: Path, first_row: int = 0, advice
         refuse(times, out_of_range(read), "a known time")
         return read
     except ConversionFault as fault:
-        of_unit = f"; integers are read as {unit} since 1970. {advice} if they are of another unit"
+        of_unit = ""
+        if pt.is_integer(times.type):
+            of_unit = f"; integers are read as {unit} since 1970. {advice} if they are of another unit"
         raise TableError(
             f"{path}, column timestamp, row {first_row + fault.row}: found {fault.value!r}, expected a time between "
-            f"1900 and 2200{of_unit * pt.is_integer(times.type)}. Rows are counted from 0 over all files in name order."
+            f"1900 and 2200{of_unit}. Rows are counted from 0 over all files in name order."
         ) from None
 
 

@@ -107,7 +107,7 @@ def test_features_whose_ids_are_all_of_other_entities_are_refused_and_missing_on
     assert "features (own): 9 of 150 items have none and get a learned default; 0 features of no item" in caplog.text
     ids = pc.utf8_upper(features["user"]["user_id"])
     other = {**features, "user": features["user"].set_column(0, "user_id", ids)}
-    with pytest.raises(CtrError, match=r"features \(own\) have 250 user ids, of which none is in the users table"):
+    with pytest.raises(CtrError, match=r"features \(own\) have 250 user ids, but the users table has none of them"):
         build_knowledge(world, data, {"own": other}, AS_OF, CtrSettings())
 
 

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import re
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -82,6 +83,20 @@ def test_a_record_keeps_thoughts_among_its_tokens_and_not_in_its_text(tmp_path):
     tokenizer = load_tokenizer(tmp_path / "m")
     assert tokenizer.convert_ids_to_tokens(record["token_ids"]) == script
     assert record["num_tokens"] == len(record["token_sources"]) == len(script)
+
+
+def test_an_answer_after_thoughts_has_the_form_of_its_template(tmp_path):
+    write_sample_world(tmp_path / "tables", num_users=4, num_items=20)
+    shards, spec = planned(tmp_path / "tables", tmp_path / "run")
+    script = ["<think>", "An item.", "</think>", "Quiet", " and slow."]
+    template = spec.templates["item"].model_copy(update={"parser": "free", "regex": "Genre: [a-z]{30,40}"})
+    decoding = spec.decoding.model_copy(update={"thinking": "cut", "max_new_tokens": 96})
+    spec = replace(spec, model_dir=parrot(tmp_path / "m", script), decoding=decoding, templates={"item": template})
+    ShardWorker(spec).run(shards[0])
+    records = read_parquet(RunFolder(tmp_path / "run").knowledge_folder("item")).to_pylist()
+    assert records and all(re.fullmatch("Genre: [a-z]{30,40}", record["text"]) for record in records)
+    tokenizer = load_tokenizer(tmp_path / "m")
+    assert tokenizer.convert_ids_to_tokens(records[0]["token_ids"])[:3] == script[:3]
 
 
 def test_texts_that_were_long_are_begun_first_and_unknown_ones_among_those_of_mean_length():
