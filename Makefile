@@ -100,7 +100,7 @@ $(VLLM)/.installed: Makefile constraints.txt
 
 test-vllm: $(VLLM)/.installed
 	$(VLLM)/bin/python -m pytest -q tests/retrieval_pools/test_in_vllm.py tests/retrieval_pools/test_vllm_proposer.py \
-		tests/engines/test_endpoint_vllm.py
+		tests/engines/test_endpoint_vllm.py tests/engines/test_answers.py
 
 clean:
 	rm -rf demo $(REAL) dist build site *.egg-info laserbatch-pools/build laserbatch-pools/*.egg-info

@@ -312,6 +312,13 @@ def _first(mask: np.ndarray) -> int:
     return 32 * place + (bits & -bits).bit_length() - 1
 
 
+def after_thoughts(grammar: str, thoughts: ThoughtMarks) -> str:
+    """The grammar of a text that begins with thoughts, or may do so, for engines without a `ThinkingGuide`."""
+    rest = f"/(.|\\n)*/ <[{thoughts.close_id}]>"
+    optional = rest if thoughts.open_id is None else f"(<[{thoughts.open_id}]> {rest})?"
+    return f"start: {optional} answer\nanswer: %lark {{\n{grammar}\n}}"
+
+
 def require_grammar(grammar: str, tokenizer: llguidance.LLTokenizer | None = None) -> None:
     """Raise ConfigError, naming the place, if a grammar in llguidance's variant of Lark does not compile."""
     is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from laserbatch.pipeline.decoding.device_memory import host_memory, num_stored_values
+from laserbatch.pipeline.decoding.grammar import after_thoughts
 from laserbatch.pipeline.decoding.model.adapters import find_adapter
 from laserbatch.pipeline.decoding.model.compute_type import choose_dtype
 from laserbatch.pipeline.decoding.model.described_weights import require_described_weights, require_token_rows
@@ -131,7 +132,7 @@ class VllmEngine(TextEngine):
         self._max_context = config.max_model_len
         config_end = getattr(config.hf_text_config, "eos_token_id", None)
         named = end_ids_of(self._rules.get("eos_token_id") or config_end, config_end, self.tokenizer)
-        self._answers = Answers(self.tokenizer, named)
+        self._answers = Answers(self.tokenizer, named, thinks=decoding.thinking == "cut")
         vocab_size = getattr(config.hf_text_config, "vocab_size", len(self.tokenizer))
         self._end_ids = sorted({*named, *(i for i in self._answers.role_ids if i < vocab_size)})
         self.model = ModelFigures(
@@ -175,7 +176,10 @@ class VllmEngine(TextEngine):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-        grammar = self._answers.unguided_thoughts(request).grammar
+        request = self._answers.guided(request)
+        grammar = request.grammar
+        if grammar is not None and request.thoughts is not None:
+            grammar = after_thoughts(grammar, request.thoughts)
         room = self._max_context - len(request.prompt_ids)
         if room < 1:
             raise RowError(

@@ -45,7 +45,7 @@ def grammar_of(template: PromptTemplate, max_new_tokens: int) -> str | None:
 
 def guiding_grammar(template: PromptTemplate, decoding: DecodingSettings) -> str | None:
     """The grammar that a night's answers must follow; None: the model may write any text."""
-    if decoding.guided == "off" or (decoding.thinking == "cut" and decoding.engine != "laserbatch"):
+    if decoding.guided == "off" or (decoding.thinking == "cut" and decoding.engine == "endpoint"):
         return None
     return grammar_of(template, decoding.max_new_tokens)
 

@@ -1,5 +1,6 @@
 """The part of a model's output that is stored is its own turn, for every engine and all drafts."""
 
+import importlib.util
 import json
 import re
 from types import SimpleNamespace
@@ -117,7 +118,8 @@ def test_thoughts_that_do_not_end_are_no_text(tmp_path, parts):
     assert "Okay, so the user" in plain.text
 
 
-@pytest.mark.parametrize(
+GENRE = 'start: "Genre: " /[a-z]{3}/'
+BEFORE_ANSWERS = pytest.mark.parametrize(
     ("script", "parts", "thinking"),
     [
         ([*THOUGHTS, "</think>", *ANSWER], {"template": OPENED, "after": "\n", "tokens": ["<think>"]}, "off"),
@@ -125,9 +127,25 @@ def test_thoughts_that_do_not_end_are_no_text(tmp_path, parts):
         (ANSWER, {"tokens": ["<think>", "</think>"]}, "cut"),
     ],
 )
+
+
+@BEFORE_ANSWERS
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; `make test-vllm` does it")
+def test_vllm_writes_an_answer_after_thoughts_in_its_form(tmp_path, script, parts, thinking):
+    folder = parrot(tmp_path / "m", script, **parts)
+    of_vllm = {"engine": "vllm", "drafters": (), "vllm": {"enforce_eager": True, "max_model_len": 256}}
+    decoding = DecodingSettings(model=str(folder), verifier="greedy", thinking=thinking, **of_vllm)
+    engine = VllmEngine(folder, decoding, "cpu", 1, 8, {}, tmp_path)
+    prompt = encode_chat(engine.tokenizer, "Describe Heat.", None, {})
+    request = GenerationRequest("0", prompt, max_new_tokens=40, grammar=GENRE)
+    (result,) = engine.generate("item", [request], decoding)
+    assert re.fullmatch("Genre: [a-z]{3}", result.text) and result.num_thought_tokens == len(script) - 3
+
+
+@BEFORE_ANSWERS
 def test_an_answer_after_thoughts_has_its_form(tmp_path, script, parts, thinking):
     folder = parrot(tmp_path / "m", script, **parts)
-    plain, _ = answers(folder, 40, 'start: "Genre: " /[a-z]{3}/', thinking=thinking)
+    plain, _ = answers(folder, 40, GENRE, thinking=thinking)
     assert re.fullmatch("Genre: [a-z]{3}", plain.text) and plain.finish_reason == "end_of_text"
     assert plain.num_thought_tokens == len(script) - 3, "thoughts are written as the model likes"
     tokenizer = load_tokenizer(folder)
@@ -139,7 +157,7 @@ def test_thoughts_that_leave_no_room_for_an_answer_fail_with_the_advice(tmp_path
     decoding = DecodingSettings(model=str(folder), verifier="greedy", thinking="cut")
     engine = OwnEngine(folder, decoding, "cpu", 1, 1, 1, {}, folder)
     prompt = encode_chat(engine.tokenizer, "Describe Heat.", None, {})
-    request = GenerationRequest("0", prompt, max_new_tokens=14, grammar='start: "Genre: " /[a-z]{3}/')
+    request = GenerationRequest("0", prompt, max_new_tokens=14, grammar=GENRE)
     (failure,) = engine.generate("item", [request], decoding)
     assert failure.reason == (
         "left-form: its thoughts of 6 tokens leave 8, too few for an answer; raise decoding.max_new_tokens"

@@ -7,6 +7,7 @@ import llguidance
 import pytest
 import yaml
 
+from laserbatch.pipeline.decoding.grammar import ThoughtMarks, after_thoughts, require_grammar
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.knowledge.forms import grammar_of, guiding_grammar, require_form
@@ -60,9 +61,10 @@ def test_the_form_of_a_shipped_template_is_what_its_parser_reads(name):
     assert guiding_grammar(template, DecodingSettings(guided=False)) is None  # YAML reads a bare `off` as False
     thinks = DecodingSettings(thinking="cut", max_new_tokens=200)
     assert guiding_grammar(template, thinks) == grammar, "the grammar holds after the thoughts"
-    assert guiding_grammar(template, thinks.model_copy(update={"engine": "vllm"})) is None
+    assert guiding_grammar(template, thinks.model_copy(update={"engine": "endpoint"})) is None
     text = example(template)
     assert is_whole(grammar, text)
+    require_grammar(after_thoughts(grammar, ThoughtMarks(open_id=None, close_id=5)))
     parsed = parse_answer(template, text)
     assert list(parsed.fields) == list(template.fields or template.factors) and not parsed.repairs
     assert allowed(grammar, "Sure! Here") < 4 and allowed(grammar, text + "\n") == len(text.encode())
