@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import first_line
 from laserbatch.pipeline.storage.scratch import ScratchFolder
@@ -95,21 +96,33 @@ def _server_rows(uri: str, query: str, table: str) -> Iterator[pa.RecordBatch]:
         for setting in ("TRANSACTION READ ONLY", "client_encoding TO 'UTF8'"):  # ADBC passes text on as it comes
             cursor.execute(f"SET {setting}")
         # The query is not run yet: COPY, which has no columns, would write a file even in a read-only transaction.
-        if not len(cursor.adbc_execute_schema(query)):
+        schema = cursor.adbc_execute_schema(query)
+        if not len(schema):
             raise ValueError(NOT_A_QUERY)
+        # ADBC flattens an array of arrays. Only the server knows which arrays are such.
+        lists = [field.name for field in schema if pt.is_list(field.type)]
+        if lists:
+            dims = ", ".join('array_ndims("{}")'.format(name.replace('"', '""')) for name in lists)
+            query = f"SELECT *, {dims} FROM ({query}) AS rows"
         cursor.adbc_statement.set_options(**{StatementOptions.BATCH_SIZE_HINT_BYTES.value: str(BATCH_BYTES)})
         cursor.execute(query)
         for batch in cursor.fetch_record_batch():
-            columns = [
-                _plain(column, field, uri, table) for column, field in zip(batch.columns, batch.schema, strict=True)
-            ]
-            yield pa.record_batch(columns, names=batch.schema.names)
+            for name, num_dims in zip(lists, batch.columns[len(schema) :], strict=True):
+                if (pc.max(num_dims).as_py() or 0) > 1:
+                    raise _own_type(uri, table, name, "array of arrays")
+            columns = [_plain(column, field, uri, table) for column, field in zip(batch.columns, schema, strict=False)]
+            yield pa.record_batch(columns, names=schema.names)
 
 
 def _plain(column: pa.Array, field: pa.Field, uri: str, table: str) -> pa.Array:
-    """A server's column without types that only the server has: decimals become Arrow's, as they are declared."""
+    """A server's column without types that only the server has: decimals become Arrow's, as they are declared.
+
+    The blanks that fill up `char(n)` are no part of its values.
+    """
     metadata = field.metadata or {}
     kind = metadata.get(b"POSTGRESQL:type", b"unknown").decode()
+    if kind == "bpchar":
+        return pc.utf8_rtrim(column, " ")
     is_own = isinstance(field.type, pa.BaseExtensionType) and not isinstance(field.type, pa.UuidType | pa.JsonType)
     if not is_own and kind != "money":  # ADBC gives money as a count of cents
         return column
@@ -118,11 +131,13 @@ def _plain(column: pa.Array, field: pa.Field, uri: str, table: str) -> pa.Array:
         numbers = pc.if_else(pc.equal(column.storage, "nan"), pa.scalar(None, pa.string()), column.storage)
         return numbers.cast(pa.decimal128(declared >> 16, declared & 0x7FF))
     plain = {"numeric": "double precision", "money": "numeric(20, 2)"}.get(kind, "text")
-    advice = f"write `CAST({field.name} AS {plain}) AS {field.name}`"
-    found = f"the column has the type {kind}{' of any number of digits' if kind == 'numeric' else ''}"
-    expected = "a type that Arrow supports"
-    where = str(shown_database(uri))
-    raise FaultyTable(Finding("database-type", table, found, expected, f"{advice} in the query", field.name, where))
+    raise _own_type(uri, table, field.name, f"{kind}{' of any number of digits' * (kind == 'numeric')}", plain)
+
+
+def _own_type(uri: str, table: str, column: str, kind: str, plain: str = "text") -> FaultyTable:
+    found, expected = f"the column has the type {kind}", "a type that Arrow supports"
+    advice, where = f"write `CAST({column} AS {plain}) AS {column}` in the query", str(shown_database(uri))
+    return FaultyTable(Finding("database-type", table, found, expected, advice, column, where))
 
 
 def _duckdb_rows(path: Path, query: str) -> Iterator[pa.RecordBatch]:
