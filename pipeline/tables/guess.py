@@ -49,8 +49,9 @@ SOME_ID = r"[_ -](id|no|key|code|nr|nummer)$|(asin|sku|isbn|gtin|ean|uuid|guid)$
 # Other names of `created_at`, if the values are times.
 CREATED = r"^(created|registered|signed_?up|angelegt|erstellt|registriert)([_ -](at|on|am))?$"
 SNIFFED_BYTES = 1 << 16
-PATH_SEPARATORS = (" > ", ">", "|", ";", "/")
-FREE_MARKS = (";", "/")  # also in notes: the parts of lists are short, and occur twice on average or more often
+# Marks that notes have, too: the parts of lists are short, and occur twice on average or more often.
+FREE_MARKS = (";", "/", "、", "；", "؛", "،")
+PATH_SEPARATORS = (" > ", ">", "|", *FREE_MARKS)
 MAX_SHARE_OF_PARTS = 0.5  # largest share of distinct parts among all parts of the distinct texts
 MAX_FREE_PART_CHARS = 20  # largest average length of these parts
 MAX_PART_CHARS = 40  # the same for other marks; longer parts are sentences
