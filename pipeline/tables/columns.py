@@ -134,7 +134,7 @@ _INTEGER_IN_RANGE = Rule(
 IN_RANGE = (
     _INTEGER_IN_RANGE,
     replace(_INTEGER_IN_RANGE, expected="a time between 1900 and 2200",
-            advice="correct it, or drop the row; created_at may be null",
+            advice="correct it, in the Gregorian calendar, or drop the row; created_at may be null",
             broken=partial(out_of_range, of_integers=False)),
 )  # fmt: skip
 _TIME_RULES = (

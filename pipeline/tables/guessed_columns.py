@@ -206,9 +206,8 @@ def guess_time(log: SourceTable, used: Iterable[str | None]) -> TimeGuess:
     contradictions = "none by its name"
     if contradicted:
         contradictions = f"{', '.join(contradicted)}; name the column, and set `unit` to the format of its times"
-    return days or TimeGuess(
-        Guess(None, f"no column is a time between {EARLIEST_YEAR} and {LATEST_YEAR}; there is {contradictions}")
-    )
+    years = f"the Gregorian years {EARLIEST_YEAR} to {LATEST_YEAR}"
+    return days or TimeGuess(Guess(None, f"no column is a time of {years}; there is {contradictions}"))
 
 
 def _units(column: pa.Array) -> tuple[list[tuple[str, str, str]], bool]:

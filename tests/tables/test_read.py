@@ -361,7 +361,12 @@ def test_integer_times_are_in_the_unit_that_all_values_leave_and_it_is_said(tmp_
 
 
 @pytest.mark.parametrize(
-    ("times", "reading"), [([20240531, 20240601, 20240531], "dates such"), ([45443, 45444, 45443], "days, as")]
+    ("times", "reading"),
+    [
+        ([20240531, 20240601, 20240531], "dates such"),
+        ([14030231, 14030301, 14030231], "dates such"),
+        ([45443, 45444, 45443], "days, as"),
+    ],
 )
 def test_integers_that_are_dates_or_days_are_no_seconds(tmp_path, times, reading):
     path = write_world(tmp_path, interactions=replaced("interactions", timestamp=times))
