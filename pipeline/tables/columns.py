@@ -122,8 +122,16 @@ def _null_in_list(values: pa.Array) -> pa.Array:
     return pa.array(mask)
 
 
+def _html(values: pa.Array) -> pa.Array:
+    if not sc.is_text(values.type):
+        return pa.nulls(len(values), pa.bool_())
+    return pc.match_substring_regex(values, r"</[A-Za-z]\w*>|<(br|img|li|p)\b[^<>]*>|&(#\w+|amp|nbsp|quot|lt|gt);")
+
+
 _UTF8 = Rule("bad-text", "the text is not UTF-8:", "text in UTF-8",
              "write the column again in UTF-8, after reading its source in the right encoding", _not_utf8)  # fmt: skip
+_MARKUP = Rule("markup", "the text has HTML tags or entities:", "plain text",
+               "convert it; prompts show them, and cut values after `max_value_chars`", _html, True)  # fmt: skip
 _TIME_EXPECTED = "a timestamp, or int64 unix seconds"
 _KNOWN_TIME = Rule("bad-timestamp", "the time is null:", _TIME_EXPECTED, "correct it, or drop the row", pc.is_null)
 _INTEGER_IN_RANGE = Rule(
@@ -174,6 +182,7 @@ TITLE = Role(
         _UTF8,
         Rule("null-title", "the title is empty:", "a title",
              "fill it in, or drop the item; runs quarantine such items, up to gates.max_failed_share", blank, True),
+        _MARKUP,
     ),
     advice="`laserbatch data import` converts it",
 )  # fmt: skip
@@ -212,6 +221,7 @@ ATTRIBUTE = Role(
     plain=sc.plain_column,
     rules=(
         _UTF8,
+        _MARKUP,
         Rule("null-in-list", "the list has nulls in it:", "strings only", "take the nulls out of the list",
              _null_in_list),
         Rule("bad-attribute", "the number is infinite:", "a number",

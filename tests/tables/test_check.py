@@ -333,6 +333,15 @@ def test_infinite_attributes_are_warnings_and_advice_about_times_fits_their_type
     assert time_.startswith("warning: users.until (users.parquet, row 1): the time is infinite or out of range: ")
 
 
+def test_html_in_titles_and_attributes_is_a_warning(tmp_path):
+    items = replaced("items", title=["Tom &amp; Jerry", "R&B; 1 < 2 > 0 <3"], about=["<P class='a'>Soft", "warm</p>"])
+    title, about = map(str, check_tables(write_world(tmp_path, items=items)))
+    assert title.startswith(
+        "warning: items.title (items.parquet, row 0): the text has HTML tags or entities: 'Tom &amp"
+    )
+    assert about.startswith("warning: items.about (items.parquet, row 1): ")
+
+
 def test_odd_times_are_warnings(tmp_path):
     ahead_s = int(time.time()) + 400 * 86_400
     path = write_world(tmp_path, **interactions(timestamp=[-5, 0, ahead_s]))
