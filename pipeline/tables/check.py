@@ -23,6 +23,7 @@ from laserbatch.pipeline.tables.schema import (
     ID_COLUMNS,
     REQUIRED_COLUMNS,
     id_type,
+    is_unnamed,
     list_table,
     plain_type,
     tables_folder,
@@ -208,6 +209,11 @@ def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
         if any(fault.kind == "duplicate-column" for fault in faults):
             yield _Part(table, name)
             continue
+        for column in filter(is_unnamed, file.schema_arrow.names if table in ID_COLUMNS else ()):
+            found = "the column has no name, like row numbers that pandas writes, and is not read"
+            findings.add(
+                Finding("unnamed", table, found, "a name", "name it, or drop it", column, name, is_warning=True)
+            )
         read = [field for field in file.schema_arrow if role_of(table, field.name) is not None]
         findings.add(*seen.differences(name, {field.name: _compared_type(table, field) for field in read}))
         faulty = {fault.column for fault in faults}

@@ -5,7 +5,6 @@ tables are in `check.py`.
 """
 
 import datetime
-import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -42,11 +41,6 @@ class Rule:
         advice = self.advice.format(column=column)
         finding = Finding(self.kind, table, self.found, self.expected, advice, column, file, is_warning=self.is_warning)
         findings.add_rows(finding, rows, first_row, values)
-
-
-def is_unnamed(column: str) -> bool:
-    """Whether a column has no real name: pandas' row numbers, or the column made by a delimiter at line ends."""
-    return re.fullmatch(r"\s*|Unnamed: \d+|__index_level_\d+__", column) is not None
 
 
 def blank(values: pa.Array) -> pa.Array:
@@ -241,8 +235,8 @@ _ROLES = {
 
 
 def role_of(table: str, column: str) -> Role | None:
-    """The role of a column; None for a column of interactions that is not read."""
-    return _ROLES[table].get(column, None if table == "interactions" else ATTRIBUTE)
+    """The role of a column; None for a column that is not read: others of interactions, and those without a name."""
+    return _ROLES[table].get(column, None if table == "interactions" or sc.is_unnamed(column) else ATTRIBUTE)
 
 
 def schema_findings(table: str, file: str, schema: pa.Schema) -> list[Finding]:

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import yaml
 
 from laserbatch.pipeline.errors import TableError, first_line
-from laserbatch.pipeline.tables.columns import ATTRIBUTE, is_unnamed
+from laserbatch.pipeline.tables.columns import ATTRIBUTE
 from laserbatch.pipeline.tables.guessed_columns import (
     NUM_ROWS,
     TIME,
@@ -31,7 +31,7 @@ from laserbatch.pipeline.tables.guessed_columns import (
 )
 from laserbatch.pipeline.tables.layout import is_parquet, is_parquet_or_csv, list_pattern, name_left_out
 from laserbatch.pipeline.tables.personal import personal_columns
-from laserbatch.pipeline.tables.schema import CREATED_AT, ID_COLUMNS
+from laserbatch.pipeline.tables.schema import CREATED_AT, ID_COLUMNS, is_unnamed
 from laserbatch.pipeline.tables.settings import SourceFiles
 from laserbatch.pipeline.tables.source import read_source
 

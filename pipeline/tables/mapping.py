@@ -16,11 +16,11 @@ import pyarrow.compute as pc
 
 from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, write_parquet
-from laserbatch.pipeline.tables.columns import blank, is_unnamed
+from laserbatch.pipeline.tables.columns import blank
 from laserbatch.pipeline.tables.conversion import FLOAT_ID, WHOLE_ID
 from laserbatch.pipeline.tables.database import query_record
 from laserbatch.pipeline.tables.layout import name_left_out, unnamed_files
-from laserbatch.pipeline.tables.schema import CREATED_AT, ID_COLUMNS, plain_column, widened
+from laserbatch.pipeline.tables.schema import CREATED_AT, ID_COLUMNS, is_unnamed, plain_column, widened
 from laserbatch.pipeline.tables.settings import (
     EntityMapping,
     ImportMapping,

@@ -10,6 +10,7 @@ category, broad to narrow). When read, columns take plain types: string, int64 i
 `columns.py` defines what a column may hold, `layout.py` what a folder may hold.
 """
 
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -102,8 +103,14 @@ def table_parts(root: Path | str, table: str) -> list[TablePart]:
 
 
 def attribute_columns(schema: pa.Schema, table: str) -> list[str]:
-    """Names of an entity table's attributes: every column but its id, title and created_at."""
-    return [name for name in schema.names if name not in (*REQUIRED_COLUMNS[table], CREATED_AT)]
+    """Names of an entity table's attributes: every named column but its id, title and created_at."""
+    own = (*REQUIRED_COLUMNS[table], CREATED_AT)
+    return [name for name in schema.names if name not in own and not is_unnamed(name)]
+
+
+def is_unnamed(column: str) -> bool:
+    """Whether a column has no real name: pandas' row numbers, or the column made by a delimiter at line ends."""
+    return re.fullmatch(r"\s*|Unnamed: \d+|__index_level_\d+__", column) is not None
 
 
 def is_text(kind: pa.DataType) -> bool:

@@ -333,6 +333,12 @@ def test_infinite_attributes_are_warnings_and_advice_about_times_fits_their_type
     assert time_.startswith("warning: users.until (users.parquet, row 1): the time is infinite or out of range: ")
 
 
+def test_row_numbers_of_pandas_are_no_attribute(tmp_path):
+    path = write_world(tmp_path, users=replaced("users", __index_level_0__=[5, 9, 2]))
+    assert findings_of(path) == [("unnamed", "__index_level_0__", 0, True)]
+    assert "__index_level_0__" not in read_tables(path).users.column_names
+
+
 def test_html_in_titles_and_attributes_is_a_warning(tmp_path):
     items = replaced("items", title=["Tom &amp; Jerry", "R&B; 1 < 2 > 0 <3"], about=["<P class='a'>Soft", "warm</p>"])
     title, about = map(str, check_tables(write_world(tmp_path, items=items)))
