@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from laserbatch.pipeline.tables import schema as sc
+from laserbatch.pipeline.tables.columns import no_date
 from laserbatch.pipeline.tables.conversion import FLOAT_ID, ConversionFault, to_time, to_type
 
 NUM_ROWS = 1000  # number of rows whose values are examined one by one
@@ -70,9 +71,10 @@ class SourceTable:
         names = (name for name in self.head.column_names if name not in used)
         return [name for name in names if re.search(pattern, plain_name(name), re.IGNORECASE)]
 
-    def values(self, column: str) -> list:
-        """The values of a column in the first `NUM_ROWS` rows, without nulls."""
-        return sc.plain_column(self.head[column].slice(0, NUM_ROWS)).drop_null().to_pylist()
+    def values(self, column: str, num_rows: int | None = NUM_ROWS) -> list:
+        """The values of a column in the first rows, without nulls and infinite times, which Python cannot hold."""
+        values = sc.plain_column(self.head[column].slice(0, num_rows)).drop_null()
+        return values.filter(pc.invert(pc.fill_null(no_date(values), False))).to_pylist()
 
     def is_text(self, column: str) -> bool:
         return sc.is_text(sc.plain_type(self.head[column].type))
@@ -89,8 +91,7 @@ class SourceTable:
 
     def _ids(self, column: str) -> list[str]:
         if column not in self._known_ids:
-            values = self.head[column]
-            plain = sc.plain_column(values).drop_null().to_pylist() if not pt.is_nested(values.type) else []
+            plain = self.values(column, None) if not pt.is_nested(self.head[column].type) else []
             whole = (int(value) if isinstance(value, float) and value.is_integer() else value for value in plain)
             texts = [text for value in whole if (text := str(value).strip())]
             if all(re.match(FLOAT_ID, text) for text in texts):

@@ -429,13 +429,14 @@ def test_other_names_of_created_at_and_notes_with_a_semicolon_are_guessed(tmp_pa
     items = {"item_id": [1, 2, 3], "title": ["A", "B", "C"], "tags": ["a;b", "b;c", "a;c"]}
     items |= {f"tags{mark}": [f"a{mark}b", f"b{mark} c", f"a{mark}c"] for mark in "、；؛،"}
     items["angelegt"] = ["von Anna", "von Ben", "von Ida"]
+    items["until"] = pa.array([2**63 - 1, 0, None], pa.timestamp("us"))  # infinity of PostgreSQL and DuckDB
     log = {"user_id": [1, 2], "item_id": [1, 1], "date": ["2025-01-02"] * 2}
     write_exports(tmp_path / "exports", users=users, items=items, log=log)
     mapping, comments = guessed_mapping(tmp_path / "exports")
     assert mapping["users"]["created_at"] == {"column": name, "unit": "%d.%m.%Y"}
     assert mapping["users"]["attributes"] == {"notiz": "notiz"} and "created_at" not in mapping["items"]
     tags = {f"tags{mark}".rstrip(";"): {"column": f"tags{mark}".rstrip(";"), "separator": mark} for mark in ";、；؛،"}
-    assert mapping["items"]["attributes"] == {**tags, "angelegt": "angelegt"}
+    assert mapping["items"]["attributes"] == {**tags, "angelegt": "angelegt", "until": "until"}
     assert "in 100% of the values; if they are no lists, write `tags: tags` instead" in comments
 
 
