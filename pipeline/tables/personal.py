@@ -286,7 +286,8 @@ def _is_card(value: str) -> bool:
 def _some_values(column: pa.ChunkedArray) -> list[str]:
     """At most `MAX_VALUES` values of a plain column as text, lists by their parts; none for times and other types."""
     column = pc.list_flatten(column) if pt.is_list(column.type) else column
-    if not (is_text(column.type) or pt.is_integer(column.type) or pt.is_floating(column.type)):
+    is_read = is_text(column.type) or pt.is_integer(column.type) or pt.is_floating(column.type)
+    if not is_read and not isinstance(column.type, pa.UuidType | pa.JsonType):
         return []
     column = column.drop_null()
     if len(column) > MAX_VALUES:

@@ -122,6 +122,12 @@ def test_values_of_personal_data_under_a_harmless_name_are_found(what):
     assert bool(personal_columns(pa.table({"note": values}), "item", ["note"])) is is_of_items
 
 
+def test_uuid_and_json_columns_are_searched_too():
+    ids, bios = pa.array(many(lambda n: uuid.UUID(int=n).bytes), pa.uuid()), many(lambda n: f'{{"to": "a{n}@b.org"}}')
+    users = pa.table({"ref": ids, "extra": pa.array(bios, pa.json_())})
+    assert set(personal_columns(users, "user", ["ref", "extra"])) == {"ref", "extra"}
+
+
 def test_numbers_and_texts_that_only_resemble_personal_data_stay():
     rng = np.random.default_rng(0)
     ordinary = {
