@@ -255,12 +255,12 @@ def _require_success(folders: Iterable[Path], siblings: Iterable[Path], table: s
     open_one = next((folder for folder in folders if not (folder / SUCCESS).is_file()), None)
     if done is not None and open_one is not None:
         found = f"{shown_path(open_one)} has no {SUCCESS}, but {shown_path(done)} next to it has one"
-        raise _unfinished(table, found)
+        raise _unfinished(table, found, f"; if its writer makes no {SUCCESS}, make an empty one at the end")
 
 
-def _unfinished(table: str, found: str) -> FaultyTable:
+def _unfinished(table: str, found: str, more: str = "") -> FaultyTable:
     advice = "wait until its writer has ended; if it was killed, remove the files that it left and write them again"
-    return FaultyTable(Finding("unfinished", table, found, "a table whose writer has ended", advice))
+    return FaultyTable(Finding("unfinished", table, found, "a table whose writer has ended", advice + more))
 
 
 def _folders(path: Path, root: Path) -> list[Path]:
