@@ -250,9 +250,9 @@ def _encoding_fault(path: Path, encoding: str) -> str | None:
     marked = _marked_encoding(start)
     if kind_of_bytes(start) is not None or (b"\0" in excerpt and marked is None):
         return _no_text(path, f"line {line}")
-    suggested = marked or "cp1252"
+    suggested = marked or ("cp932" if codecs.lookup(encoding).name == "cp1252" else "cp1252")
     advice = f"Set `csv: {{encoding: {suggested}}}` in the mapping"
-    advice += "" if suggested == marked else ", or whichever encoding it was written in (latin-1, gb18030, ...)"
+    advice += "" if suggested == marked else ", or whichever encoding it was written in (latin-1, gb18030, cp932, ...)"
     return f"{path}, line {line}: {excerpt!r} is not {encoding}. {advice}."
 
 

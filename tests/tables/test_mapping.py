@@ -684,6 +684,12 @@ def test_a_file_in_another_encoding_is_refused_with_the_line_to_write(tmp_path, 
     assert titles[1] != "Déjà vu" and "but all of it is valid UTF-8" in note
 
 
+def test_advice_about_an_encoding_is_another_than_the_one_that_failed(tmp_path):
+    (tmp_path / "items.csv").write_bytes("id,title\nt1,赤い傘\n".encode("cp932"))
+    with pytest.raises(TableError, match=r"is not cp1252\. Set `csv: \{encoding: cp932\}`"):
+        imported_titles(tmp_path, None, "items.csv", encoding="cp1252")
+
+
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_line_ends_and_unnamed_columns_are_no_part_of_the_rows(tmp_path, end):
     """Row numbers as written by pandas, and a delimiter at the end of lines."""
