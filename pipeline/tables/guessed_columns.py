@@ -196,7 +196,8 @@ def guess_time(log: SourceTable, used: Iterable[str | None]) -> TimeGuess:
         if name not in named and (not units or units[0][0] in NUMBER_UNITS):
             continue
         if not units:
-            contradicted.append(f"{name} ({', '.join(map(str, log.values(name)[:2]))})")
+            ends = sorted(map(str, log.values(name)))  # a 0000-00-00 or n/a among times is the first or the last
+            contradicted.append(f"{name} ({', '.join(ends[:1] + ends[1:][-1:])})")
             continue
         (unit, first, last), *other = units
         reason = f"by its{' name and' * (name in named)} values, {first} to {last}"

@@ -404,7 +404,7 @@ def test_what_is_not_there_is_no_guess_and_is_said(tmp_path):
     assert (events["item_id"], events["timestamp"]["column"]) == (None, None)
     notes = "\n".join(guess.notes)
     for message in ("more.parquet is not used", "users.email is left out of the mapping: looks like e-mail addresses",
-                 "none of the values of item_id is a item_id of items", "is date (yesterday, today)"):  # fmt: skip
+                 "none of the values of item_id is a item_id of items", "is date (today, yesterday)"):  # fmt: skip
         assert message in notes
 
 
