@@ -109,17 +109,19 @@ def _odd(values: pa.Array) -> pa.Array:
     return pc.and_not(is_odd, out_of_range(values))
 
 
-def _null_in_list(values: pa.Array) -> pa.Array:
-    mask = np.zeros(len(values), dtype=bool)
-    if sc.is_list(values.type):
-        mask[pc.list_parent_indices(values).filter(pc.is_null(pc.list_flatten(values))).to_numpy()] = True
+def _in_list(values: pa.Array, broken: Callable[[pa.Array], pa.Array]) -> pa.Array:
+    """Whether a rule is broken by any part of each list; nulls for other columns."""
+    if not sc.is_list(values.type):
+        return pa.nulls(len(values), pa.bool_())
+    mask, is_broken = np.zeros(len(values), dtype=bool), pc.fill_null(broken(pc.list_flatten(values)), False)
+    mask[pc.list_parent_indices(values).filter(is_broken).to_numpy()] = True
     return pa.array(mask)
 
 
 def _html(values: pa.Array) -> pa.Array:
     if not sc.is_text(values.type):
-        return pa.nulls(len(values), pa.bool_())
-    return pc.match_substring_regex(values, r"</[A-Za-z]\w*>|<(br|img|li|p)\b[^<>]*>|&(#\w+|amp|nbsp|quot|lt|gt);")
+        return _in_list(values, _html)
+    return pc.match_substring_regex(values, r"(?i)</[a-z]\w*>|<(br|img|li|p)\b[^<>]*>|&(#\w+|amp|nbsp|quot|lt|gt);")
 
 
 _UTF8 = Rule("bad-text", "the text is not UTF-8:", "text in UTF-8",
@@ -217,7 +219,7 @@ ATTRIBUTE = Role(
         _UTF8,
         _MARKUP,
         Rule("null-in-list", "the list has nulls in it:", "strings only", "take the nulls out of the list",
-             _null_in_list),
+             partial(_in_list, broken=pc.is_null)),
         Rule("bad-attribute", "the number is infinite:", "a number",
              "correct it; prompts show `inf`, and CTR models take it as missing", _infinite, True),
         Rule("bad-attribute", "the time is infinite or out of range:", "a time in the years 1 to 9999",

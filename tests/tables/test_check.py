@@ -341,11 +341,13 @@ def test_row_numbers_of_pandas_are_no_attribute(tmp_path):
 
 def test_html_in_titles_and_attributes_is_a_warning(tmp_path):
     items = replaced("items", title=["Tom &amp; Jerry", "R&B; 1 < 2 > 0 <3"], about=["<P class='a'>Soft", "warm</p>"])
-    title, about = map(str, check_tables(write_world(tmp_path, items=items)))
+    items = items.append_column("notes", pa.array([None, ["a", "&quot;b"]]))
+    title, about, notes = map(str, check_tables(write_world(tmp_path, items=items)))
     assert title.startswith(
         "warning: items.title (items.parquet, row 0): the text has HTML tags or entities: 'Tom &amp"
     )
-    assert about.startswith("warning: items.about (items.parquet, row 1): ")
+    assert about.startswith("warning: items.about (items.parquet, 2 rows, first row 0): ")
+    assert notes.startswith("warning: items.notes (items.parquet, row 1): ")
 
 
 def test_odd_times_are_warnings(tmp_path):
