@@ -115,10 +115,7 @@ def _server_rows(uri: str, query: str, table: str) -> Iterator[pa.RecordBatch]:
 
 
 def _plain(column: pa.Array, field: pa.Field, uri: str, table: str) -> pa.Array:
-    """A server's column without types that only the server has: decimals become Arrow's, as they are declared.
-
-    The blanks that fill up `char(n)` are no part of its values.
-    """
+    """A column in Arrow's types: decimals as they are declared, `char(n)` without the blanks that fill it up."""
     metadata = field.metadata or {}
     kind = metadata.get(b"POSTGRESQL:type", b"unknown").decode()
     if kind == "bpchar":

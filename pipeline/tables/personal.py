@@ -210,17 +210,14 @@ def plain_name(name: str) -> str:
 
 def _by_name(name: str, side: Side, column: pa.ChunkedArray, values: list[str]) -> str | None:
     plain = plain_name(name)
-    if re.fullmatch(_IS_FLAG, plain) or _are_flags(values):
+    num_flags = sum(value.lower() in FLAGS for value in values)
+    if re.fullmatch(_IS_FLAG, plain) or (values and num_flags >= MIN_FLAG_SHARE * len(values)):
         return None
     for kind in _KINDS:
         words, whole = (kind.words, kind.whole) if side == "user" else (kind.of_items or "(?!)", "(?!)")
         if re.fullmatch(rf"(.*_)?({words}){_BEHIND}|({_PERSON}_)*({whole}){_BEHIND}", plain):
             return f"{kind.what}, by its name" if kind.is_number or not _are_small_numbers(column) else None
     return None
-
-
-def _are_flags(values: list[str]) -> bool:
-    return bool(values) and sum(value.lower() in FLAGS for value in values) >= MIN_FLAG_SHARE * len(values)
 
 
 def _are_small_numbers(column: pa.ChunkedArray) -> bool:

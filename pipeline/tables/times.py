@@ -135,16 +135,12 @@ def other_reading(low: int, high: int) -> str | None:
         return "years"
     if low >= 190_001 and high <= 210_012 and all(1 <= value % 100 <= 12 for value in (low, high)):
         return "months such as 202405"
-    if low >= 13_000_101 and high <= 26_001_231 and all(map(_is_date, (low, high))):
+    is_date = all(1 <= value // 100 % 100 <= 12 and 1 <= value % 100 <= 31 for value in (low, high))
+    if low >= 13_000_101 and high <= 26_001_231 and is_date:  # also of the Persian and the Buddhist calendar
         return "dates such as 20240531"
     if low >= 7_305 and high < 60_000:  # days since 1970, from 1990 on; or a spreadsheet's days since 1900, up to 2064
         return "days, as spreadsheets count them"
     return None
-
-
-def _is_date(number: int) -> bool:
-    """Whether it may be a date of some calendar: Gregorian 20240531, Persian 14030311, Buddhist 25670531."""
-    return 1 <= number // 100 % 100 <= 12 and 1 <= number % 100 <= 31
 
 
 def span_of(values: pa.Array | pa.ChunkedArray) -> tuple[int, int] | None:
