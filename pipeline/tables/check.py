@@ -187,14 +187,15 @@ def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
     except FaultyTable as error:
         findings.add(error.finding)
         return
-    units, time_findings = integer_times(table, [file.path for file in listing.files])
+    parts = typed_parts(listing.files, table)
+    units, time_findings = integer_times(table, parts)
     findings.add(*time_findings)
     for sentence in name_left_out(listing.left_out):
         expected, advice = "only Parquet files with rows", "move them away, or write them like the other files"
         findings.add(Finding("left-out", table, sentence, expected, advice, is_warning=True))
     seen = _SeenColumns(table)
     num_rows = 0
-    for part in typed_parts(listing.files, table):
+    for part in parts:
         name = part.name_in(path)
         try:
             with part.open() as file:  # closed at once: a table may have more files than a process may have open

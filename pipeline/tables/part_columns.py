@@ -65,7 +65,7 @@ class OpenPart:
 def open_parts(path: Path, table: str, note: Callable[[Finding], object] = lambda finding: None) -> list[OpenPart]:
     """Open the files of a table; `note` as in `require_units`. Raises FaultyTable for a schema with faults."""
     files = table_parts(path, table)
-    units = require_units(table, [file.path for file in files], note)
+    units = require_units(table, files, note)
     parts = []
     for file in files:
         with naming_file(table, file.path), file.open() as opened:

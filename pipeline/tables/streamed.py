@@ -175,8 +175,9 @@ def iter_log(path: Path, table: str, needs_time: bool = True) -> Iterator[pa.Rec
 
 def log_unit(path: Path, note: Callable[[Finding], object]) -> str:
     """The unit of integer times in the rows of `iter_log`, inferred from all files; `note` as in `require_units`."""
-    files = [file.path for file in list_folder(path, "interactions").files] if path.is_dir() else [path]
-    return require_units("interactions", files, note).get("timestamp", "s")
+    parts = [TablePart(path, "interactions", {})]
+    parts = typed_parts(list_folder(path, "interactions").files, "interactions") if path.is_dir() else parts
+    return require_units("interactions", parts, note).get("timestamp", "s")
 
 
 def log_times(times: pa.Array, unit: str, path: Path, first_row: int = 0, advice: str = "Write timestamps") -> pa.Array:

@@ -382,9 +382,11 @@ def test_both_ends_of_a_span_of_dates_are_named_by_their_files(tmp_path):
     files = [tmp_path / f"{number}.parquet" for number in range(3)]
     for path, time in zip(files, (20240601, 20240531, 20240602), strict=True):
         pq.write_table(pa.table({"timestamp": [time]}), path)
-    _, (finding,) = integer_times("interactions", files)
+    _, (finding,) = integer_times("interactions", [TablePart(path, "interactions", {}) for path in files])
     assert "1.parquet): the integers from 20240531 to 20240602 (in " in str(finding)
     assert "2.parquet) look like dates" in str(finding)
+    partitions = {"created_at": pa.scalar(20240531)}  # of a folder created_at=20240531
+    assert "look like dates" in str(integer_times("users", [TablePart(files[0], "users", partitions)])[1][0])
 
 
 @pytest.mark.parametrize("as_of", [None, DAY_1.date()])
