@@ -117,6 +117,10 @@ def _check_interactions(
         column for table, column in ID_COLUMNS.items()
         if logged_ids and (ids := known_ids[table]) is not None and _are_sound(logged_ids[column], ids)
     }  # fmt: skip
+    listed = {  # they may have blanks at the end, say, which an unknown id does not show
+        table: f"ids of {table}, such as {', '.join(map(repr, ids.values()[:3].to_pylist()))}"
+        for table, ids in known_ids.items() if ids is not None and ID_COLUMNS[table] not in sound
+    }  # fmt: skip
     num_rows = 0
     for part in _open_parts(path, "interactions", findings):
         if part.file is not None:
@@ -144,7 +148,7 @@ def _check_interactions(
                 )
                 found = f"{table} has no such {column}:"
                 advice = f"runs leave such rows out, if they are at most half; add the id to {table}, or drop the row"
-                finding = Finding("unknown-entity", "interactions", found, f"ids of {table}", advice, column, part.name,
+                finding = Finding("unknown-entity", "interactions", found, listed[table], advice, column, part.name,
                                   is_warning=True)  # fmt: skip
                 findings.add_rows(finding, rows, first_row, values)
             if "rating" in part.usable:

@@ -93,6 +93,7 @@ def test_who_left_the_tables_may_stay_in_the_log(tmp_path):
     path = write_world(tmp_path, **interactions(user_id=["u2", "u9", "u1"]))
     (finding,) = check_tables(path)
     assert finding.is_warning and finding.kind == "unknown-entity" and (finding.row, finding.value) == (1, "u9")
+    assert finding.expected == "ids of users, such as 'u1', 'u2', 'u3'"
     require_sound([finding], path)
     assert set(read_tables(path, as_of=datetime.date(2030, 1, 1)).interactions["user_id"].to_pylist()) == {"u1", "u2"}
 
