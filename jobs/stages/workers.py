@@ -19,6 +19,7 @@ from laserbatch.pipeline.storage.figures import WorkerFigures
 from laserbatch.retrieval_pools.draft import draft
 
 Result = TypeVar("Result")
+JOIN_TIMEOUT_S = 10.0  # how long a night that ends waits for a cluster that it is just joining
 MAX_SHARD_ATTEMPTS = 2  # a shard is halved once this many of its workers were lost; a single row is given up
 
 
@@ -37,7 +38,9 @@ class NightWorkers:
         return self
 
     def __exit__(self, *_) -> None:
-        if self._starter is not None and wait([self._started], timeout=self._settings.start_timeout_s).done:
+        # A local cluster whose start is not awaited would leave processes behind; a joined one has its own life.
+        timeout_s = JOIN_TIMEOUT_S if self._settings.ray_address else self._settings.start_timeout_s
+        if self._starter is not None and wait([self._started], timeout=timeout_s).done:
             self._cluster.close()
         self._left.set()
 

@@ -6,6 +6,7 @@ import math
 import os
 import secrets
 import signal
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,6 +30,7 @@ WORKERS_A_NODE = 8  # default of the largest node without GPUs; workers have the
 MAX_WORKERS_A_GPU = 4
 MAX_SHARE = 0.45  # share of a GPU's free memory that each of two workers may need
 ASK_TIMEOUT_S = 60.0  # for the free memory of the GPUs of all nodes
+ANSWER_TIMEOUT_S = 10.0  # for the head of a cluster to accept a connection
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,7 @@ def ray_cluster(
                 f"{_root_reason(error)} Give the same command again; `laserbatch doctor` checks whether Ray starts"
             ) from error
     elif started:
+        _require_answer(settings.ray_address)
         try:
             with _sigterm_kept():
                 ray.init(address=settings.ray_address, log_to_driver=False, logging_level=logging.ERROR)
@@ -217,6 +220,19 @@ def ray_cluster(
             _leave()
         if short_folder is not None:
             short_folder.remove()
+
+
+def _require_answer(address: str) -> None:
+    """Raise ClusterFailed if nobody answers at HOST:PORT, where Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit() and "://" not in host:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), ANSWER_TIMEOUT_S).close()
+        except (OSError, OverflowError) as error:
+            raise ClusterFailed(
+                f"nothing answers at the address of the Ray cluster, {address} ({error}). Check the address and that "
+                "the cluster runs, then give the same command again"
+            ) from error
 
 
 def _ensure_token() -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -228,9 +229,16 @@ def test_a_cluster_that_cannot_be_joined_is_told_of_with_rays_own_reason(monkeyp
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    with pytest.raises(ConfigError, match=f"the Ray cluster at 'head:6379' cannot be {reason}"):  # noqa: SIM117
-        with ray_cluster(ClusterSettings(ray_address="head:6379")):
-            pass
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"the Ray cluster at '{address}' cannot be {reason}"):  # noqa: SIM117
+            with ray_cluster(ClusterSettings(ray_address=address)):
+                pass
+    with (
+        pytest.raises(ClusterFailed, match=f"nothing answers .*, {address} .*refused"),
+        ray_cluster(ClusterSettings(ray_address=address)),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(("home", "is_set"), [("/proc/none", True), (None, False)])
