@@ -200,7 +200,7 @@ def ray_cluster(
                 f"Ray does not start on this machine, which may be too busy or have too little memory: "
                 f"{_root_reason(error)} Give the same command again; `laserbatch doctor` checks whether Ray starts"
             ) from error
-    elif started:
+    elif started and settings.ray_address is not None:
         _require_answer(settings.ray_address)
         try:
             with _sigterm_kept():

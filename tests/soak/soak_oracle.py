@@ -141,17 +141,16 @@ class Oracle:
         return json.dumps([side, template, is_rated, limit, decoding, shown, events], sort_keys=True)
 
     def pools_to_use(self, date: str, min_support: int) -> str | None:
-        """The version of the pools that a run may draft from: the current one, or the newest of a finished run."""
+        """The version of the pools that a run may draft from: the current one, or the newest other that fits."""
         pointer = self.workspace / "pools" / "CURRENT"
         there = {path.name.partition("@")[0] for path in (self.workspace / "pools").glob("2*") if path.is_dir()}
         version = pointer.read_text().strip() if pointer.exists() else None
         if version is not None and version not in there:
             return None
         not_used = self.not_built_on | self.held
-        if version is not None and (version[:10] > date or version in not_used):
-            finished = there & self.runs.keys()
-            version = max((name for name in finished - not_used if name[:10] <= date), default=None)
-        return self._usable(version, min_support)
+        older = sorted(there & self.runs.keys(), reverse=True) if version is not None else []
+        fitting = (name for name in (version, *older) if name is not None and name[:10] <= date)
+        return next((name for name in fitting if name not in not_used and self._usable(name, min_support)), None)
 
     def pools_of(self, run_id: str, min_support: int) -> str | None:
         """The pools of a run, if they can be used."""
