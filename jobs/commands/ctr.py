@@ -141,9 +141,7 @@ def compare(
         loaded = [load_settings(path, {"workspace": workspace}) for path in config or [config_here()]]
         variants = of_frameworks(loaded[0], names) if framework else of_configs(dict(zip(names, loaded, strict=True)))
         variants = [replace(variant, ctr=changed_settings(variant.ctr, models, seeds, history)) for variant in variants]
-        of_first = variants[0].night.settings.tables
-        later_tables = open_tables(tables or of_first.required_path, of_first.keep_duplicates)
-        comparison = compare_variants(variants, later_tables)
+        comparison = compare_variants(variants, tables or variants[0].night.settings.tables.required_path)
         summary(comparison, as_json=True) if as_json else print_variants(comparison)
         return
     night, options = _opened(config[0] if config else config_here(), workspace, run)

@@ -65,10 +65,10 @@ def experiment(
         loaded = [settings_of_framework(loaded[0], framework_name) for framework_name in names]
     settings, first = dict(zip(names, loaded, strict=True)), loaded[0]
     for variant, of_variant in settings.items():
-        if of_variant.tables.path != first.tables.path:
+        if of_variant.tables != first.tables:
             raise ConfigError(
-                f"{variant} reads the tables {of_variant.tables.path}, but {names[0]} reads {first.tables.path}; "
-                "variants are tried on one sample, so give them the same tables.path"
+                f"{variant} has `tables` with {of_variant.tables}, but {names[0]} with {first.tables}; "
+                "variants are tried on one sample, so give them the same section `tables`"
             )
     opened = Workspace.open(first.workspace)
     folder = opened.experiment(name) if name else None

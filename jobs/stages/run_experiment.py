@@ -14,7 +14,7 @@ from typing import Any
 from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.settings import CtrSettings
 from laserbatch.jobs.console import say
-from laserbatch.jobs.formatting import count, percent
+from laserbatch.jobs.formatting import counted, percent
 from laserbatch.jobs.gates import gate_sentence
 from laserbatch.jobs.settings import MetricsSettings, Settings
 from laserbatch.jobs.stages.attempt import newest_edition
@@ -129,8 +129,7 @@ def run_experiment(workspace: Workspace, name: str, experiment: Experiment) -> d
         result, runs = folder / "comparison.json", {variant.name: variant.night.run.run_id for variant in variants}
         comparison = read_json(result) if result.exists() else {}
         if comparison.get("runs") != runs:
-            keep_duplicates = variants[0].night.settings.tables.keep_duplicates
-            comparison = {"runs": runs} | compare_variants(variants, open_tables(folder / "tables", keep_duplicates))
+            comparison = {"runs": runs} | compare_variants(variants, folder / "tables")
             write_json(comparison, result)
         return {"experiment": name, "folder": str(folder), "sample": sample, **comparison, "failed": failed}
 
@@ -177,9 +176,9 @@ def _sampled(folder: Path, experiment: Experiment) -> dict[str, Any]:
         remove_folder(folder)
         raise
     say(
-        f"the sample has {count(sample.num_users)} users, {count(sample.num_items)} items, "
+        f"the sample has {counted(sample.num_users, 'user')}, {counted(sample.num_items, 'item')}, "
         f"{percent(sample.share_kept)} of these users' interactions up to {experiment.date}, and "
-        f"{count(sample.num_later)} later interactions to judge by"
+        f"{counted(sample.num_later, 'later interaction')} to judge by"
     )
     write_json({"spec": experiment.spec, "inputs": describe(source), "sample": asdict(sample)}, path)
     return asdict(sample)

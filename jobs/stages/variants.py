@@ -6,10 +6,10 @@ A variant is a run with the settings by which CTR models use its texts. Nothing 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 from laserbatch.ctr.feature_set import read_feature_set
-from laserbatch.ctr.log import EntityTables
 from laserbatch.ctr.settings import AdaptorName, CtrOptions, CtrSettings
 from laserbatch.jobs.console import progress
 from laserbatch.jobs.formatting import ratio
@@ -19,13 +19,14 @@ from laserbatch.jobs.stages.budgets import at_usual_context, known_step_cost
 from laserbatch.jobs.stages.night import Night, means, open_run
 from laserbatch.pipeline.budget.choice import known_batch_size
 from laserbatch.pipeline.encoding.versions import feature_versions
-from laserbatch.pipeline.errors import WorkspaceError
+from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.manifest import RunManifest, settings_hash
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.schema import TABLE_NAMES
+from laserbatch.pipeline.tables.streamed import open_tables
 from laserbatch.retrieval_pools.step_cost import StepCost
 
 MILLION = 1e6
@@ -126,13 +127,17 @@ def _place(manifest: RunManifest) -> tuple[str, ...]:
     return (str(manifest.date), *(str(facts.get("known_sha256", facts.get("sha256"))) for facts in inputs))
 
 
-def compare_variants(variants: Sequence[Variant], tables: EntityTables) -> dict[str, Any]:
+def compare_variants(variants: Sequence[Variant], tables: Path | str) -> dict[str, Any]:
     """The lift and the cost of each variant (`_variant_figures`) as plain values, the most lift per hour first.
 
-    `tables` include interactions after the date. Raises CtrError as `train_ways` does.
+    `tables` include interactions after the date. Raises CtrError as `train_ways` does, ConfigError if variants read
+    them differently.
     """
     from laserbatch.ctr.lift import Way, num_trainings, train_ways  # with torch and scikit-learn
 
+    keeps = {variant.name: variant.night.settings.tables.keep_duplicates for variant in variants}
+    if len(set(keeps.values())) > 1:
+        raise ConfigError(f"tables.keep_duplicates differs, so variants would read other rows: {keeps}; set one value")
     with ExitStack() as opened:
         ways = {}
         for variant in variants:
@@ -143,7 +148,7 @@ def compare_variants(variants: Sequence[Variant], tables: EntityTables) -> dict[
             ways[variant.name] = Way(read_feature_set(run.features_path("user").parent), variant.ctr, versions)
         bar = opened.enter_context(progress("train CTR models", num_trainings(ways)))
         lifts = train_ways(
-            tables, ways, variants[0].night.date,
+            open_tables(tables, *set(keeps.values())), ways, variants[0].night.date,
             lambda row: bar.advance(1, f"{row.model}, {row.variant}: AUC {row.auc:.4f}"),
         )  # fmt: skip
     costs = {variant.name: known_step_cost(variant.night) for variant in variants}

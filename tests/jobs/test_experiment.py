@@ -5,6 +5,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pyarrow.parquet as pq
@@ -15,14 +16,14 @@ from planted_night import Encoder
 from small_world import TEMPLATES
 
 from laserbatch.jobs.report.ctr_table import audit_table, between_line, variant_table
-from laserbatch.jobs.settings import load_settings
+from laserbatch.jobs.settings import Settings, load_settings
 from laserbatch.jobs.stages import run_experiment, variants
 from laserbatch.jobs.stages.budgets import known_step_cost
 from laserbatch.jobs.stages.night import open_run
 from laserbatch.jobs.stages.variants import cost_of_a_million
 from laserbatch.pipeline.budget.choice import read_step_cost
 from laserbatch.pipeline.encoding.encoder import TextEncoder
-from laserbatch.pipeline.errors import EndpointGone, RunFailed, WorkspaceError
+from laserbatch.pipeline.errors import ConfigError, EndpointGone, RunFailed, WorkspaceError
 from laserbatch.pipeline.sample.world import write_sample_world
 
 NAME = "2025-02-10-trial"
@@ -240,5 +241,11 @@ def test_configurations_that_would_be_judged_on_other_rows_or_tables_are_refused
         refused = ask(capfd, folder, "experiment", "--config", str(other), *TRIED[4:8], "--date", "2025-02-10", code=3)
         assert message in refused["error"], name
     assert not list((folder / "workspace" / "experiments").glob("2025-02-10-????????"))
+    several = [
+        variants.Variant(str(keeps), SimpleNamespace(settings=Settings(tables={"keep_duplicates": keeps})), None)
+        for keeps in (False, True)
+    ]
+    with pytest.raises(ConfigError, match=r"tables\.keep_duplicates differs"):
+        variants.compare_variants(several, folder / "tables")
     never = ask(capfd, folder, "ctr", "compare", "--config", str(other), code=3)
     assert "has no finished run of the configuration" in never["error"]
