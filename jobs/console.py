@@ -25,7 +25,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from laserbatch.jobs.events import emit
-from laserbatch.jobs.formatting import MISSING, rate, seconds
+from laserbatch.jobs.formatting import MISSING, rate, seconds, significant
 from laserbatch.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -174,9 +174,9 @@ def summary_table(data: Mapping) -> Table:
         if isinstance(value, Mapping) and value:
             table.add_row(Text(visible(_title(key)), "bold"), "")
             for inner, inner_value in value.items():
-                table.add_row(Text(f"  {visible(_title(inner))}"), _shown(inner_value))
+                table.add_row(Text(f"  {visible(_title(inner))}"), _shown(inner_value, inner))
         else:
-            table.add_row(Text(visible(_title(key))), _shown(value))
+            table.add_row(Text(visible(_title(key))), _shown(value, key))
     return table
 
 
@@ -201,11 +201,11 @@ def _title(key: str) -> str:
     return key.removeprefix("num_").replace("_", " ")
 
 
-def _shown(value: object) -> Text:
+def _shown(value: object, name: str = "") -> Text:
     if value is None:
         return Text(MISSING)
     if isinstance(value, float):
-        return Text(f"{value:,.4g}")
+        return Text(seconds(3600 * value) if name.endswith("hours") else significant(value))
     if isinstance(value, int) and not isinstance(value, bool):
         return Text(f"{value:,}")
     if isinstance(value, Mapping):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from functools import wraps
 
 MISSING = "–"
@@ -60,6 +61,12 @@ def format_counts(counts: Mapping[str, int]) -> str:
 def decimal(value: float | None, digits: int = 2, *, signed: bool = False) -> str:
     """`4.67`, and `+0.0120` or `−0.0004` when signed."""
     return f"{value:{'+' if signed else ''}z,.{digits}f}".replace("-", "−")
+
+
+@_or_dash
+def significant(value: float) -> str:
+    """Four significant digits without an exponent: `0.7123`, `0.00002`, `12,350`."""
+    return f"{Decimal(f'{value:.4g}'):,f}"
 
 
 @_or_dash

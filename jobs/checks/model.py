@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import torch
 
 from laserbatch.jobs.checks.result import CheckResult
+from laserbatch.jobs.formatting import counted
 from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, NEEDS_A_TOKENIZER, needs_a_model
 from laserbatch.pipeline.decoding.device_memory import host_memory, num_stored_values
@@ -110,7 +111,7 @@ def check_model(settings: Settings) -> Iterator[CheckResult]:
         return
     weights = find_weights(folder)
     num_values = num_stored_values(weights)
-    files = f"{folder}: {len(weights)} safetensors files, {num_values / 1e6:,.1f} M values"
+    files = f"{folder}: {counted(len(weights), 'safetensors file')}, {num_values / 1e6:,.1f} M values"
     num_rows = require_described_weights(folder)
     compared = "" if num_rows else "; tensors were not compared with config.json (unknown to transformers, or packed)"
     yield CheckResult("model", "ok", files + compared)

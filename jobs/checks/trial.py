@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from laserbatch.jobs.checks.result import CheckResult
-from laserbatch.jobs.formatting import count, decimal, format_counts, percent, rate
+from laserbatch.jobs.formatting import counted, format_counts, percent, rate, seconds
 from laserbatch.jobs.settings import SAMPLE_MODEL, Settings
 from laserbatch.pipeline.decoding.device_memory import num_stored_values
 from laserbatch.pipeline.decoding.drafters import NoDrafter
@@ -177,15 +177,16 @@ def _answer(engine: TextEngine, settings: Settings) -> CheckResult:
     if not answer.text.strip() and answer.finish_reason != UNCLOSED_THOUGHTS:
         hint = "A night rejects empty texts: check that the model is instruction-tuned and gets its chat format"
         return CheckResult("answer", "warning", "a short question was answered with an empty text", hint)
-    shown = f"a short question was answered {answer.text.strip()[:60]!r}, in {len(answer.token_ids)} tokens, "
+    length = counted(len(answer.token_ids), "token")
+    shown = f"a short question was answered {answer.text.strip()[:60]!r}, in {length}, "
     shown += f"after {answer.num_thought_tokens} of thoughts, " if answer.num_thought_tokens else ""
     if answer.finish_reason == UNCLOSED_THOUGHTS:
         hint = "Raise decoding.max_new_tokens, or set decoding.thinking: off"
-        text = f"thoughts before a short answer did not end in {len(answer.token_ids)} tokens; texts lack them"
+        text = f"thoughts before a short answer did not end in {length}; texts lack them"
         return CheckResult("answer", "warning", text, hint)
     if answer.role_mark:
         hint = "Add the token that ends the model's turns to eos_token_id in its generation_config.json"
-        invented = f", and {answer.num_invented} tokens that came after it" if answer.num_invented else ""
+        invented = f", and {counted(answer.num_invented, 'token')} that came after it" if answer.num_invented else ""
         shown += f"ended at {answer.role_mark!r}, a role mark or end token that its configuration does not name"
         return CheckResult("answer", "warning", f"{shown}{invented}: texts are cut there", hint)
     if answer.finish_reason == "length":
@@ -270,10 +271,10 @@ def _hours(settings: Settings, tables: Tables, batch_size: int, measured: Measur
     lengths = [len(text.written[0]) for text in measured.texts.values() if isinstance(text, GenerationResult)]
     length = float(np.mean(lengths)) if lengths else settings.decoding.max_new_tokens
     num_users, num_items = tables.users.num_rows, tables.items.num_rows
-    seconds = (num_users + num_items) * (measured.prompts_s / batch_size + length / measured.tokens_per_s)
-    each = f"{count(length)} tokens each" if lengths else f"at most {length} tokens each (decoding.max_new_tokens)"
-    message = f"a first night writes {count(num_users)} users and {count(num_items)} items, {each}: about "
-    return CheckResult("hours", "ok", f"{message}{decimal(seconds / 3600, 1)} hours on this machine, without drafts")
+    total_s = (num_users + num_items) * (measured.prompts_s / batch_size + length / measured.tokens_per_s)
+    each = f"{counted(length, 'token')} each" if lengths else f"at most {length} tokens each (decoding.max_new_tokens)"
+    message = f"a first night writes {counted(num_users, 'user')} and {counted(num_items, 'item')}, {each}: about "
+    return CheckResult("hours", "ok", f"{message}{seconds(total_s)} on this machine, without drafts")
 
 
 def _write(

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from laserbatch.jobs.console import say
+from laserbatch.jobs.formatting import significant
 from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.attempt import newest_attempt
 from laserbatch.jobs.stages.budgets import last_speed
@@ -97,7 +98,8 @@ def _night_cost(settings: Settings, sides: dict[str, dict[str, Any]], hours: flo
         return None
     cost = sum(of_sides) + (cost or 0.0)
     if server.max_cost is not None and cost > server.max_cost:
-        say(f"WARNING: the night would cost {cost:.4g}, more than decoding.endpoint.max_cost {server.max_cost:g}")
+        limit = f"decoding.endpoint.max_cost {server.max_cost:g}"
+        say(f"WARNING: the night would cost {significant(cost)}, more than {limit}")
     return cost
 
 

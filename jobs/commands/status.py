@@ -19,7 +19,7 @@ from rich.live import Live
 from laserbatch.jobs.console import ExitCode, stdout, summary, summary_table, visible
 from laserbatch.jobs.events import last_attempt
 from laserbatch.jobs.failures import exit_code_of
-from laserbatch.jobs.formatting import count, decimal, format_counts, rate, seconds
+from laserbatch.jobs.formatting import count, counted, decimal, format_counts, rate, seconds, significant
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, open_workspace
 from laserbatch.jobs.writing import cost_so_far, current_stage, writing_state
 from laserbatch.pipeline.errors import WorkspaceError
@@ -224,11 +224,11 @@ def summary_rows(state: State) -> dict[str, str]:
             left = "" if going["left_s"] is None else f", {seconds(going['left_s'])} left"
             rows["rate"] = f"{rate(going['rate'])}/s{left}" if going["rate"] and not is_finished else ""
         if writing := run["writing"]:
-            done = f"{count(writing['num_rows_done'])} of {count(writing['num_rows'])} rows"
-            rows["done"] = f"{done}, {count(writing['num_shards_done'])} of {count(writing['num_shards'])} shards"
+            done = f"{count(writing['num_rows_done'])} of {counted(writing['num_rows'], 'row')}"
+            rows["done"] = f"{done}, {count(writing['num_shards_done'])} of {counted(writing['num_shards'], 'shard')}"
             rows |= {"rate": _speed(writing), "left": lock and _time_left(writing)}
             rows["quarantined"] = format_counts(writing["quarantine_reasons"])
-        rows["cost"] = "" if run["cost"] is None else f"{run['cost']:.4g}"
+        rows["cost"] = "" if run["cost"] is None else significant(run["cost"])
         rows["workers lost"] = run["num_workers_lost"] and count(run["num_workers_lost"])
         rows["exit code"] = run["exit_code"] and str(run["exit_code"])
         rows |= {"failure": run["failure"], "last event": run["last_event"], "events": run["events"]}

@@ -51,7 +51,7 @@ def hand_out(
     """
     abandoned, num_done, num_rows = [], 0, sum(shard.num_rows for shard in pending)
     folder = RunFolder(worker_pool.spec.run_dir)
-    say(f"{label}: {num_rows:,} rows to write in {counted(len(pending), 'shard')}")
+    say(f"{label}: {counted(num_rows, 'row')} to write in {counted(len(pending), 'shard')}")
     emit_begin(label, folder, pending, finished, expected_tokens)
     with progress(label, num_rows) as bar:
         for outcome in run_shards(pending, worker_pool, choose, on_first_text):

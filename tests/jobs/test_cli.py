@@ -417,9 +417,10 @@ def test_the_time_left_does_not_count_what_came_before_the_first_step(capfd, mon
 
 def test_a_part_of_a_summary_without_entries_says_so(capsys, monkeypatch):
     monkeypatch.setattr(console, "stdout", Console(width=80))
-    console.summary({"removed": {}, "pools": {"num_texts": 2}}, as_json=False)
+    console.summary({"removed": {}, "pools": {"num_texts": 2}, "predicted_hours": 5e-6}, as_json=False)
     assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
         ["removed", "–"],
         ["pools"],
         ["texts", "2"],
+        ["predicted", "hours", "0.02", "s"],
     ]

@@ -37,6 +37,8 @@ def test_shares_are_of_the_categorys_whole():
         (formatting.counted(0, "text"), "0 texts"),
         (formatting.decimal(-0.00004, 4, signed=True), "+0.0000"),
         (formatting.decimal(-0.0004, 4), "−0.0004"),
+        (formatting.significant(12345.6), "12,350"),
+        (formatting.significant(0.0000123456), "0.00001235"),
         (formatting.seconds(0.341), "0.34 s"),
         (formatting.seconds(9.994), "9.99 s"),
         (formatting.seconds(9.996), "10.0 s"),
