@@ -53,9 +53,13 @@ class WorkspaceBusy(WorkspaceError):
 class NotDelivered(WorkspaceError):
     """The place that published runs are copied to cannot be read or written; the same command tries again."""
 
+    may_pass = False  # True: a service failed, and nothing is known that must be changed before the next try
+
 
 class NotReached(LaserbatchError):
     """The service of a URI does not answer, or tables at a URI cannot be read whole; the same command tries again."""
+
+    may_pass = False  # as in `NotDelivered`
 
 
 class RowError(LaserbatchError):

@@ -18,12 +18,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from laserbatch.pipeline.errors import ConfigError, LaserbatchError, NotDelivered, WorkspaceError, first_line
+from laserbatch.pipeline.errors import ConfigError, LaserbatchError, NotDelivered, WorkspaceError
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.delivery import Delivered
 from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, iter_parquet, num_rows_of, parquet_files
 from laserbatch.pipeline.storage.run_folder import RunFolder
-from laserbatch.pipeline.storage.uris import ADVICE, advice_for, without_credentials
+from laserbatch.pipeline.storage.uris import ADVICE, failure, without_credentials
 
 DELTA, ICEBERG = "delta:", "iceberg://"
 RUN, NUMBER = "delivered_run_id", "delivery"  # columns before those of a feature table
@@ -181,10 +181,9 @@ class LakeTables:
         except LaserbatchError:
             raise
         except Exception as error:  # each library has its own errors, and some derive from Exception alone
-            advice = advice_for(error)
-            if self.uri.startswith(ICEBERG) and advice == ADVICE:
-                advice = "Check the catalogue in .pyiceberg.yaml or PYICEBERG_CATALOG__*, and that it can be reached"
-            raise NotDelivered(f"{self.uri}: {type(error).__name__}: {first_line(error)}. {advice}.") from None
+            iceberg = "Check the catalogue in .pyiceberg.yaml or PYICEBERG_CATALOG__*, and that it can be reached"
+            usual = iceberg if self.uri.startswith(ICEBERG) else ADVICE
+            raise failure(NotDelivered, f"{self.uri}: {type(error).__name__}", error, usual) from None
 
 
 class _DeltaTable:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeGuard
 from urllib.parse import quote
 
-from laserbatch.pipeline.errors import ConfigError, LaserbatchError, NotReached, first_line
+from laserbatch.pipeline.errors import ConfigError, LaserbatchError, NotDelivered, NotReached, first_line
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -73,7 +73,7 @@ def filesystem_of(uri: str) -> tuple["FileSystem", str]:
         filesystem, path = FileSystem.from_uri(opened)
     except (OSError, ValueError, NotImplementedError) as error:
         kind = NotReached if isinstance(error, OSError) else ConfigError
-        raise kind(f"{uri} cannot be opened: {first_line(error)}. {advice_for(error)}.") from None
+        raise failure(kind, f"{uri} cannot be opened", error) from None
     return filesystem, path.rstrip("/")
 
 
@@ -83,10 +83,14 @@ def naming_uri(uri: str, kind: type[LaserbatchError]) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        advice = "" if uri.startswith("file:") else f" {advice_for(error)}."  # a folder has no credentials
-        raise kind(f"{uri}: {first_line(error)}.{advice}") from None
+        usual = "" if uri.startswith("file:") else ADVICE  # a folder has no credentials
+        raise failure(kind, uri, error, usual) from None
 
 
-def advice_for(error: Exception) -> str:
-    """What to do about an error of a service's library."""
-    return next((advice for found, advice in _REFUSALS.items() if re.search(found, str(error))), ADVICE)
+def failure(kind: type[LaserbatchError], what: str, error: Exception, usual: str = ADVICE) -> LaserbatchError:
+    """An error of type `kind` about that of a service's library; it says what to do, `usual` if no refusal is known."""
+    advice = next((advice for found, advice in _REFUSALS.items() if re.search(found, str(error))), usual)
+    raised = kind(f"{what}: {first_line(error)}." + f" {advice}." * bool(advice))
+    if isinstance(raised, NotDelivered | NotReached):
+        raised.may_pass = bool(usual) and advice is usual
+    return raised

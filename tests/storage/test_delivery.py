@@ -4,6 +4,7 @@ import datetime
 import json
 import shutil
 import time
+from contextlib import nullcontext
 from functools import partial
 from unittest import mock
 
@@ -22,7 +23,7 @@ from laserbatch.jobs.stages.inputs import require_delivery
 from laserbatch.jobs.stages.publishing import deliver, forget_delivered, remove_delivered
 from laserbatch.pipeline.errors import ConfigError, NotDelivered, WorkspaceError
 from laserbatch.pipeline.storage.delivery import PLACES, Destination, known_places, last_deliveries
-from laserbatch.pipeline.storage.uris import ADVICE, filesystem_of
+from laserbatch.pipeline.storage.uris import ADVICE, failure, filesystem_of
 from laserbatch.pipeline.storage.workspace import Workspace
 
 OLD, NEW = "2025-03-01-aaaaaaaa", "2025-03-02-aaaaaaaa"
@@ -200,8 +201,11 @@ def test_a_place_that_can_be_written_stays_as_it_is_and_a_service_that_is_away_i
     with pytest.raises(NotDelivered, match="below"):
         run_night._require_place(workspace, f"file://{tmp_path}/file/below")
     reply = OSError("AWS Error NETWORK_CONNECTION during HeadObject operation")
-    monkeypatch.setattr(Destination, "require_writable", mock.Mock(side_effect=NotDelivered(f"{reply}. {ADVICE}.")))
-    run_night._require_place(workspace, place)
+    for kind, usual, may_pass in ((NotDelivered, "Check the catalogue", True), (ConfigError, ADVICE, False)):
+        away = mock.Mock(side_effect=failure(kind, place, reply, usual))
+        monkeypatch.setattr(Destination, "require_writable", away)
+        with nullcontext() if may_pass else pytest.raises(ConfigError, match="no text was written"):
+            run_night._require_place(workspace, place)
     assert "WARNING: the night goes on" in capsys.readouterr().err
 
 
