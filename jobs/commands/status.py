@@ -87,7 +87,7 @@ def workspace_state(workspace: Workspace, now: datetime.datetime) -> State:
 
 def _state(workspace: Workspace, now: datetime.datetime) -> State:
     lock = _lock(workspace)
-    run = max(workspace.runs(), key=_touched, default=None)
+    run = max(workspace.runs(), key=_worked_on_ns, default=None)
     events = [] if run is None or run.is_finished else last_attempt(run.events_path)
     without_lock = "died" if events and events[-1]["event"] != "failure" else "idle"
     with_lock = "running" if lock is not None and lock["is_certain"] else "unknown"
@@ -134,11 +134,12 @@ def _lives(pid: int) -> bool:
     return True
 
 
-def _touched(run: RunFolder) -> float:
+def _worked_on_ns(run: RunFolder) -> int:
+    """When a night last worked on a run; `forget` and copying change the times of files of finished runs."""
     paths = [path for path in (run.events_path, run.manifest_path) if path.exists()]
     with suppress(OSError):
-        return max(path.stat().st_mtime for path in paths or [run.root])
-    return 0.0
+        return run.finished_ns if run.is_finished else max(path.stat().st_mtime_ns for path in paths or [run.root])
+    return 0
 
 
 def _run_state(run: RunFolder, now: datetime.datetime, is_running: bool) -> dict[str, Any]:

@@ -293,3 +293,13 @@ def test_status_of_the_command_line_is_one_object(night, capfd):
     assert json.loads(done.stdout)["state"] == "idle"
     done = run_here(capfd, "status", "--workspace", str(night.workspace.root / "none"), "--json")
     assert (done.returncode, json.loads(done.stdout)["exit_code"]) == (3, 3)
+
+
+def test_status_shows_the_run_that_was_finished_last_though_an_earlier_one_was_rewritten_since(night):
+    for finished_ns, run_id in ((9, f"{night.run.run_id}-2"), (8, night.run.run_id)):
+        run = night.workspace.run(run_id)
+        run.root.mkdir(parents=True)
+        run.success_path.write_text(f"{finished_ns}\n")
+        manifest_of(run.manifest_path, night.date).save()
+        time.sleep(0.01)
+    assert workspace_state(night.workspace, NOW)["run"]["run_id"] == f"{night.run.run_id}-2"
