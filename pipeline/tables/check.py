@@ -191,22 +191,23 @@ def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
     except FaultyTable as error:
         findings.add(error.finding)
         return
-    parts = typed_parts(listing.files, table)
-    units, time_findings = integer_times(table, parts)
-    findings.add(*time_findings)
     for sentence in name_left_out(listing.left_out):
         expected, advice = "only Parquet files with rows", "move them away, or write them like the other files"
         findings.add(Finding("left-out", table, sentence, expected, advice, is_warning=True))
-    seen = _SeenColumns(table)
-    num_rows = 0
-    for part in parts:
+    files: dict[str, PartFile | None] = {}
+    for part in typed_parts(listing.files, table):
         name = part.name_in(path)
         try:
-            with part.open() as file:  # closed at once: a table may have more files than a process may have open
-                num_rows += file.metadata.num_rows
+            with part.open() as files[name]:  # closed at once: a process may not open as many files as a table has
+                pass
         except (pa.ArrowException, OSError) as error:
             findings.add(unreadable(table, name, error))
-            num_rows += 1  # the file may have rows
+            files[name] = None
+    units, time_findings = integer_times(table, list(filter(None, files.values())))
+    findings.add(*time_findings)
+    seen = _SeenColumns(table)
+    for name, file in files.items():
+        if file is None:
             yield _Part(table, name)
             continue
         faults = schema_findings(table, name, file.schema_arrow)
@@ -224,7 +225,7 @@ def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
         faulty = {fault.column for fault in faults}
         usable = {field.name: field.type for field in file.schema_arrow if field.name not in faulty}
         yield _Part(table, name, file, usable, units)
-    if num_rows == 0:
+    if not any(file is None or file.metadata.num_rows for file in files.values()):
         findings.add(Finding("empty-table", table, "the table has no rows", "at least one", "write the table again"))
 
 

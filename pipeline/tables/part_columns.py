@@ -64,14 +64,14 @@ class OpenPart:
 
 def open_parts(path: Path, table: str, note: Callable[[Finding], object] = lambda finding: None) -> list[OpenPart]:
     """Open the files of a table; `note` as in `require_units`. Raises FaultyTable for a schema with faults."""
-    files = table_parts(path, table)
-    units = require_units(table, files, note)
-    parts = []
-    for file in files:
-        with naming_file(table, file.path), file.open() as opened:
-            parts.append(OpenPart(file, opened.metadata, opened.schema_arrow, units))
-            for finding in schema_findings(table, shown_path(file.path), opened.schema_arrow):
+    parts, files, units = [], [], {}
+    for part in table_parts(path, table):
+        with naming_file(table, part.path), part.open() as file:
+            parts.append(OpenPart(part, file.metadata, file.schema_arrow, units))
+            files.append(file)
+            for finding in schema_findings(table, shown_path(part.path), file.schema_arrow):
                 raise FaultyTable(finding)
+    units |= require_units(table, files, note)
     return parts
 
 

@@ -19,6 +19,7 @@ from laserbatch.pipeline.tables.findings import FaultyTable, Finding, shown_valu
 from laserbatch.pipeline.tables.layout import ListedFile
 
 BATCH_ROWS = 64 * 1024
+SMALL_ROWS = 4096  # with fewer rows, starting threads takes longer than reading them in one
 _INTEGER, _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)"), re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?")
 
 
@@ -95,7 +96,7 @@ class PartFile:
     """An open Parquet file of a table, to be closed: like `pq.ParquetFile`, with the columns of its folders."""
 
     def __init__(self, part: TablePart, file: pq.ParquetFile) -> None:
-        self._part, self._file = part, file
+        self._part, self._file, self.path = part, file, part.path
         self.metadata: pq.FileMetaData = file.metadata
         schema = file.schema_arrow  # made anew by each access
         self.schema_arrow = part.schema_of(schema)
@@ -128,11 +129,11 @@ class PartFile:
 
     def _stored_batches(self, batch_size: int, columns: Sequence[str] | None) -> Iterator[pa.RecordBatch]:
         """The rows in batches that become smaller where a list column has more than 2 GiB, which Arrow cannot read."""
-        num_read = 0
+        num_read, is_large = 0, self.metadata.num_rows > SMALL_ROWS
         while True:
             try:
                 first_row = 0
-                for rows in self._file.iter_batches(batch_size, columns=columns):
+                for rows in self._file.iter_batches(batch_size, columns=columns, use_threads=is_large):
                     num_old = min(max(num_read - first_row, 0), rows.num_rows)
                     first_row += rows.num_rows
                     if num_old < rows.num_rows:

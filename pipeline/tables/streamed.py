@@ -175,9 +175,11 @@ def iter_log(path: Path, table: str, needs_time: bool = True) -> Iterator[pa.Rec
 
 def log_unit(path: Path, note: Callable[[Finding], object]) -> str:
     """The unit of integer times in the rows of `iter_log`, inferred from all files; `note` as in `require_units`."""
-    parts = [TablePart(path, "interactions", {})]
-    parts = typed_parts(list_folder(path, "interactions").files, "interactions") if path.is_dir() else parts
-    return require_units("interactions", parts, note).get("timestamp", "s")
+    parts, files = [TablePart(path, "interactions", {})], []
+    for part in typed_parts(list_folder(path, "interactions").files, "interactions") if path.is_dir() else parts:
+        with naming_file("interactions", part.path), part.open() as file:
+            files.append(file)
+    return require_units("interactions", files, note).get("timestamp", "s")
 
 
 def log_times(times: pa.Array, unit: str, path: Path, first_row: int = 0, advice: str = "Write timestamps") -> pa.Array:

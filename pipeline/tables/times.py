@@ -10,20 +10,19 @@ another unit. If no unit fits, the column is read as seconds, which the rules of
 import datetime
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import pyarrow.types as pt
 
 from laserbatch.pipeline.tables.columns import CREATED, TIME, role_of
 from laserbatch.pipeline.tables.fetched import shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding
-from laserbatch.pipeline.tables.parts import TablePart
+from laserbatch.pipeline.tables.parts import PartFile
 from laserbatch.pipeline.tables.schema import TIMESTAMP_TYPE, UNITS_PER_SECOND, is_text
 
 _NUMBER = r"\s*\d{1,2}"
@@ -171,9 +170,9 @@ def shown_span(low: int, high: int, unit: str) -> str:
     return f"{first:%Y-%m-%d} to {last:%Y-%m-%d}"
 
 
-def require_units(table: str, parts: Sequence[TablePart], note: Callable[[Finding], object]) -> dict[str, str]:
+def require_units(table: str, files: Sequence[PartFile], note: Callable[[Finding], object]) -> dict[str, str]:
     """The units of `integer_times`; `note` is called with warnings. Raises FaultyTable if the integers are dates."""
-    units, findings = integer_times(table, parts)
+    units, findings = integer_times(table, files)
     for finding in findings:
         if not finding.is_warning:
             raise FaultyTable(finding)
@@ -181,18 +180,18 @@ def require_units(table: str, parts: Sequence[TablePart], note: Callable[[Findin
     return units
 
 
-def integer_times(table: str, parts: Sequence[TablePart]) -> tuple[dict[str, str], list[Finding]]:
+def integer_times(table: str, files: Sequence[PartFile]) -> tuple[dict[str, str], list[Finding]]:
     """The units of a table's integer times other than seconds, by column, and findings about them.
 
-    A file that cannot be read is ignored here; whoever reads it reports the error.
+    `files` may be closed. A file that cannot be read is ignored here; whoever reads it reports the error.
     """
     spans: dict[str, list[tuple[int, int, Path]]] = {}
-    for part in parts:
-        with suppress(pa.ArrowException, OSError), pq.ParquetFile(part.path) as file:
-            for field in part.schema_of(file.schema_arrow):
-                is_integer_time = role_of(table, field.name) in (TIME, CREATED) and pt.is_integer(field.type)
-                if is_integer_time and (span := _span_in(file, field.name, part.partitions)):
-                    spans.setdefault(field.name, []).append((*span, part.path))
+    for file in files:
+        for field in file.schema_arrow:
+            is_integer_time = pt.is_integer(field.type) and role_of(table, field.name) in (TIME, CREATED)
+            with suppress(pa.ArrowException, OSError):
+                if is_integer_time and (span := _span_in(file, field.name)):
+                    spans.setdefault(field.name, []).append((*span, file.path))
     units, findings = {}, []
     for column, of_files in spans.items():
         low, _, low_file = min(of_files)
@@ -211,15 +210,14 @@ def integer_times(table: str, parts: Sequence[TablePart]) -> tuple[dict[str, str
     return units, findings
 
 
-def _span_in(file: pq.ParquetFile, column: str, partitions: Mapping[str, pa.Scalar]) -> tuple[int, int] | None:
+def _span_in(file: PartFile, column: str) -> tuple[int, int] | None:
     """The span of a column: from the statistics of the file if all row groups have them, otherwise from its values."""
-    if column in partitions:
-        return span_of(pa.array([partitions[column].as_py()], pa.int64()))
     place, metadata = file.schema_arrow.names.index(column), file.metadata
-    if len(file.schema_arrow) == metadata.num_columns:  # no column is nested, so that places are the same
+    if place < metadata.num_columns and metadata.schema.column(place).path == column:  # no column before it is nested
         of_groups = [metadata.row_group(group).column(place).statistics for group in range(metadata.num_row_groups)]
         if all(statistics is not None and statistics.has_min_max for statistics in of_groups):
             values = [value for statistics in of_groups for value in (statistics.min, statistics.max)]
             if values and all(isinstance(value, int) for value in values):
                 return min(values), max(values)
-    return span_of(file.read([column])[column])
+    with file.reopened() as opened:
+        return span_of(opened.read(column))

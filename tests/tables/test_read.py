@@ -3,6 +3,7 @@
 import datetime
 import hashlib
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -382,11 +383,11 @@ def test_both_ends_of_a_span_of_dates_are_named_by_their_files(tmp_path):
     files = [tmp_path / f"{number}.parquet" for number in range(3)]
     for path, time in zip(files, (20240601, 20240531, 20240602), strict=True):
         pq.write_table(pa.table({"timestamp": [time]}), path)
-    _, (finding,) = integer_times("interactions", [TablePart(path, "interactions", {}) for path in files])
+    _, (finding,) = integer_times("interactions", [TablePart(path, "interactions", {}).open() for path in files])
     assert "1.parquet): the integers from 20240531 to 20240602 (in " in str(finding)
     assert "2.parquet) look like dates" in str(finding)
     partitions = {"created_at": pa.scalar(20240531)}  # of a folder created_at=20240531
-    assert "look like dates" in str(integer_times("users", [TablePart(files[0], "users", partitions)])[1][0])
+    assert "look like dates" in str(integer_times("users", [TablePart(files[0], "users", partitions).open()])[1][0])
 
 
 @pytest.mark.parametrize("as_of", [None, DAY_1.date()])
@@ -428,3 +429,11 @@ def test_lists_of_more_than_arrow_reads_at_once_are_read_in_smaller_batches(tmp_
     with TablePart(tmp_path / "x.parquet", "items", {}).open() as file:
         assert file.read("tags").combine_chunks() == values
         assert next(rows.num_rows for rows in file.iter_batches(3)) == 3
+
+
+def test_a_file_is_opened_twice_to_read_it_and_twice_to_check_it(tmp_path):
+    path = write_world(tmp_path)
+    with mock.patch.object(pq, "ParquetFile", side_effect=pq.ParquetFile) as opened:
+        read_tables(path)
+        check_tables(path)
+    assert opened.call_count == 4 * 3
