@@ -153,7 +153,7 @@ def open_night(
     attempt = newest_attempt(workspace, date, settings.identity(), inputs, force, redo)
     if attempt.manifest is None:
         night = new_night(settings, workspace, date, attempt.edition, base_run)
-        warn_of_shared_words(settings)
+        warn_of_shared_words(night)
         say_other_prompts(night)
         night.manifest.origin.force, night.manifest.origin.inputs = force, inputs
         night.manifest.save()
@@ -213,15 +213,16 @@ def say_other_prompts(night: Night) -> None:
             say(f"{side} prompts use the template {prompt.template}; those of {before.run_id} used {earlier}")
 
 
-def warn_of_shared_words(settings: Settings) -> None:
-    """Warn if words of one user can get into another user's text."""
-    decoding = settings.decoding
+def warn_of_shared_words(night: Night) -> None:
+    """Warn if words of one user can get into another user's text, tonight or from the pools that tonight builds."""
+    decoding = night.settings.decoding
     is_relaxed = decoding.is_relaxed and decoding.max_draft_tokens != 0
-    if "pool" in decoding.drafters and is_relaxed and settings.pools.min_support == 1:
+    if "pool" in decoding.drafters and is_relaxed and night.settings.pools.min_support == 1:
+        begin = "from the next night on, " * (night.manifest.generation.pools.version is None)
         say(
-            f"users' texts are drafted from other users' texts and verified by the rule {decoding.verifier}, so words "
-            "of one user can end up in another user's text. pools.min_support: 5 drafts only what five entities' texts "
-            "share; decoding.verifier: greedy accepts only what the model writes anyway"
+            f"{begin}users' texts are drafted from other users' texts and verified by the rule {decoding.verifier}, so "
+            "words of one user can end up in another user's text. pools.min_support: 5 drafts only what five entities' "
+            "texts share; decoding.verifier: greedy accepts only what the model writes anyway"
         )
 
 
