@@ -24,7 +24,7 @@ from laserbatch.jobs.settings import JSON, Settings, load_settings
 from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, check_inputs, say_left_out
 from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.knowledge.domains import Domain, domain_of, domains
-from laserbatch.pipeline.knowledge.histories import event_text
+from laserbatch.pipeline.knowledge.histories import EVENT_WORDS, event_text
 from laserbatch.pipeline.knowledge.templates import Words
 from laserbatch.pipeline.sample.world import is_sample_world
 from laserbatch.pipeline.storage.atomic import write_text
@@ -180,7 +180,10 @@ def _guessed(domain: Domain | None, rows: pa.Table | None, named: Mapping[str, A
     events = _events(labels)
     if 0 < len(events) <= MAX_EVENT_KINDS:
         texts = {event: event_text(event, {}) for event in events}
-        guessed["knowledge.words.events"] = texts, f"from the events of the first {rows.num_rows:,} interactions"
+        why = f"from the events of the first {rows.num_rows:,} interactions"
+        if unknown := [event for event, text in texts.items() if text not in EVENT_WORDS.values()]:
+            why += f"; not known, so replace what is not a verb in the past: {', '.join(unknown)}"
+        guessed["knowledge.words.events"] = texts, why
     return guessed | {"ctr.label": _label(labels)}
 
 
