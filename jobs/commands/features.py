@@ -50,7 +50,7 @@ def asof(
 
     Example: `laserbatch features asof tables/interactions.parquet train.parquet --workspace workspace`
     """
-    with feature_versions(open_workspace(config, workspace).finished_runs()) as versions:
+    with feature_versions(_runs(config, workspace)) as versions:
         num_without, unmatched = dict.fromkeys(SIDES, 0), set(SIDES)
         batches = iter_log(interactions, "interactions")
         first = next(batches)
@@ -92,6 +92,12 @@ def asof(
     summary({"file": out, "rows": written.num_rows, "rows without features": without}, as_json)
 
 
+def _runs(config: Path | None, workspace: Path | None) -> list[RunFolder]:
+    """All finished runs, whose versions count in this order; of a date, one of the published run's settings is last."""
+    opened = open_workspace(config, workspace)
+    return opened.finished_runs((opened.publication.run_id() or "")[11:19])
+
+
 def _refuse_unknown_ids(log: Path, side: Side, first: pa.RecordBatch, versions: Versions, num_rows: int) -> None:
     """Raise TableError because no row of a log has an id of a side's features, unless there are no features."""
     if len(versions.ids):
@@ -119,8 +125,8 @@ def history(
 
     Example: `laserbatch features history versions/ --workspace workspace`
     """
-    opened, counts = open_workspace(config, workspace), {}
-    with atomic_folder(out, overwrite) as folder, feature_versions(opened.finished_runs()) as versions:
+    counts = {}
+    with atomic_folder(out, overwrite) as folder, feature_versions(_runs(config, workspace)) as versions:
         for side, of_side in versions.items():
             ends = of_side.valid_to()
             id_field = pa.field(f"{side}_id", of_side.ids.type, nullable=False)

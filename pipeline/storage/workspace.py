@@ -127,8 +127,8 @@ class Workspace:
         return sorted((run for run in runs if run.run_id not in not_built_on), key=rank)
 
     def runs_up_to(self, run: RunFolder) -> list[RunFolder]:
-        """Finished runs of dates before a run's, and the run itself."""
-        return [*(other for other in self.finished_runs() if other.date < run.date), run]
+        """Finished runs of dates before a run's, and the run itself; of a date, runs of its settings come last."""
+        return [*(other for other in self.finished_runs(run.settings_hash) if other.date < run.date), run]
 
     def lock(self) -> AbstractContextManager[None]:
         """Hold the workspace for writing. Raises WorkspaceBusy, with pid and host, if another process holds it."""

@@ -11,6 +11,7 @@ import pytest
 from manifests import manifest_of
 from night_world import run_here
 
+from laserbatch.jobs.commands.features import _runs
 from laserbatch.pipeline.encoding.schema import feature_schema
 from laserbatch.pipeline.storage.figures import FeatureFigures, FeatureFile
 from laserbatch.pipeline.storage.parquet import write_parquet
@@ -224,3 +225,12 @@ def test_integers_of_a_log_count_the_unit_that_is_named_or_that_their_values_lea
         done = run_here(capfd, "features", *map(str, arguments), "--workspace", str(workspace.root))
         assert done.returncode == 3
         assert f"column timestamp, row 0: found {times[0]}" in done.stderr and "--unit" in done.stderr
+
+
+def test_of_two_runs_of_a_date_that_with_the_published_settings_counts(workspace):
+    published, other = workspace.publication.run_id(), workspace.run("2025-03-05-99999999")
+    shutil.copytree(workspace.run(published).root, other.root)
+    other.success_path.unlink()
+    other.finish()
+    assert workspace.finished_runs()[-1].run_id == other.run_id
+    assert _runs(None, workspace.root)[-1].run_id == published

@@ -224,6 +224,13 @@ def test_a_run_finished_after_the_clock_was_set_back_is_the_newest_of_its_date(w
     assert [run.run_id for run in workspace.finished_runs()] == [*ids]
 
 
+def test_a_run_sees_the_earlier_texts_of_its_own_settings_whichever_run_of_a_date_was_finished_last(workspace):
+    own, other, tonight = "2025-03-01-0123abcd", "2025-03-01-99999999", "2025-03-02-0123abcd"
+    for run_id in (own, other, tonight):
+        finish(workspace, run_id)
+    assert [run.run_id for run in workspace.runs_up_to(workspace.run(tonight))] == [other, own, tonight]
+
+
 def test_only_a_finished_run_is_published(workspace):
     with pytest.raises(WorkspaceError, match="no _SUCCESS"):
         workspace.publication.publish("2025-03-01-aaaaaaaa")
