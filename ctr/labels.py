@@ -22,7 +22,7 @@ COMPARISONS = {
     "<": pc.less,
 }
 IS_VALUED = "is not null"
-RULE = re.compile(rf"\s*(\w+)\s*(?:({IS_VALUED})|({'|'.join(COMPARISONS)})\s*(\S.*?))?\s*", re.ASCII)
+RULE = re.compile(rf"\s*([\w.]+)\s*(?:({IS_VALUED})|({'|'.join(COMPARISONS)})\s*(\S.*?))?\s*")
 NUMBER = re.compile(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?")
 NUM_ROUNDS = 30  # maximum number of draws until a sampled negative is not one of the user's items
 

@@ -111,6 +111,9 @@ def read_log(tables: EntityTables, label: str) -> Log:
             "%d of %d interactions have no %s and are left out (set ctr.label to `%s is not null` for negatives)",
             num_unlabelled, num_rows, rule.column, rule.column,
         )  # fmt: skip
+    similar = [other for other in map(str, label_values) if other.strip().lower() == str(rule.value).strip().lower()]
+    if isinstance(rule.value, str) and {*similar} > {rule.value}:
+        logger.warning("ctr.label (%s) takes only one of the values %s of %s", label, similar, rule.column)
     users, items, times_us, labels = (column[:num_read] for column in (users, items, times_us, labels))
     order = np.lexsort((labels, items, users, times_us))
     values = ", ".join(map(repr, [*label_values][:MAX_LABEL_VALUES]))

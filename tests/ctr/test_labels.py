@@ -26,6 +26,7 @@ from laserbatch.pipeline.storage.figures import CtrFigures, CtrScores
         ("clicked", [True, False, None], [True, False, None]),
         ("clicked", [2, 0], [True, False]),
         ("clicked == true", [True, False], [True, False]),
+        ("geöffnet.am_tag", [1, 0], [True, False]),
         ("event == 'buy'", ["buy", "view", None], [True, False, None]),
         ('event != "view"', ["buy", "view"], [True, False]),
         ("rating is not null", [1.0, None], [True, False]),
@@ -62,6 +63,10 @@ def test_rows_without_a_label_are_left_out_unless_the_rule_asks_for_them(world, 
     assert "2 of 5000 interactions have no rating" in caplog.text
     log = read_log(tables, "rating is not null")
     assert len(log.users) == len(ratings) and log.labels.sum() == len(ratings) - 2
+    words = pa.array(["buy", *["Buy "] * (len(ratings) - 2), "view"])
+    tables.interactions = mixed.append_column("event", words)
+    assert read_log(tables, "event == 'buy'").labels.sum() == 1
+    assert "takes only one of the values ['buy', 'Buy '] of event" in caplog.text
 
 
 def test_sampled_negatives_are_items_not_met_and_those_of_training_know_nothing_of_later_rows():
