@@ -143,8 +143,8 @@ def numbers_of(ids: pa.Array, table_ids: pa.Array, side: str, table: str) -> np.
     if (is_unknown := rows < 0).any():
         first = int(np.argmax(is_unknown))
         raise CtrError(
-            f"{is_unknown.sum()} rows of {table} have a {side} that is not in the table of {side}s (the first: "
-            f"{ids[first].as_py()!r}, row {first}). Leave these rows out, or give tables with these {side}s"
+            f"{is_unknown.sum()} of {len(rows)} rows of {table} have a {side} that is not in the table of {side}s (the "
+            f"first: {ids[first].as_py()!r}, row {first}). Leave these rows out, or give tables with these {side}s"
         )
     return rows
 

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from laserbatch.ctr.feature_set import read_feature_set
 from laserbatch.ctr.settings import AdaptorName, CtrOptions, CtrSettings
-from laserbatch.jobs.console import progress
+from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.formatting import ratio
 from laserbatch.jobs.gates import gate_sentence
 from laserbatch.jobs.settings import Settings
@@ -145,6 +145,8 @@ def compare_variants(variants: Sequence[Variant], tables: Path | str) -> dict[st
             if variant.ctr.history == "asof":
                 versions = opened.enter_context(feature_versions(variant.night.workspace.runs_up_to(run)))
             run.require_features(variant.night.manifest.features, compare_bytes=True)
+            if not any(of_side.num_generated for of_side in variant.night.manifest.generation.sides.values()):
+                say(f"WARNING: run {run.run_id} of {variant.name} wrote no text: all texts are those of an earlier run")
             ways[variant.name] = Way(read_feature_set(run.features_path("user").parent), variant.ctr, versions)
         bar = opened.enter_context(progress("train CTR models", num_trainings(ways)))
         lifts = train_ways(
