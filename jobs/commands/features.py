@@ -95,7 +95,8 @@ def asof(
 def _runs(config: Path | None, workspace: Path | None) -> list[RunFolder]:
     """All finished runs, whose versions count in this order; of a date, one of the published run's settings is last."""
     opened = open_workspace(config, workspace)
-    return opened.finished_runs((opened.publication.run_id() or "")[11:19])
+    published = opened.publication.run_id()
+    return opened.finished_runs(None if published is None else opened.run(published).settings_hash)
 
 
 def _refuse_unknown_ids(log: Path, side: Side, first: pa.RecordBatch, versions: Versions, num_rows: int) -> None:

@@ -198,8 +198,8 @@ def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
     for part in typed_parts(listing.files, table):
         name = part.name_in(path)
         try:
-            with part.open() as files[name]:  # closed at once: a process may not open as many files as a table has
-                pass
+            with part.open() as file:  # closed at once: a process may not open as many files as a table has
+                files[name] = file
         except (pa.ArrowException, OSError) as error:
             findings.add(unreadable(table, name, error))
             files[name] = None
