@@ -73,14 +73,21 @@ def test_the_line_of_cron_runs_its_night_once_more_where_that_helps(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("code", "restarts", "tries_again"), [(0, 0, False), (2, 0, False), (4, 0, False), (1, 0, True), (1, 2, False)]
+    ("code", "restarts", "state", "tries_again"),
+    [
+        *((code, 0, "RUNNING", code == 1) for code in (0, 1, 2, 4)),
+        (1, 2, "RUNNING", False),
+        (143, 0, "RUNNING", True),  # its time limit
+        (143, 0, "COMPLETING", False),  # scancel
+    ],
 )
-def test_the_slurm_job_ends_as_its_night_and_is_put_back_where_that_helps(code, restarts, tries_again, tmp_path):
+def test_the_slurm_job_ends_as_its_night_and_is_put_back_where_that_helps(code, restarts, state, tries_again, tmp_path):
     """Programs are stand-ins. By hand it was run in a real Slurm (22.05), with two nodes on one machine."""
     programs = {
         "scontrol": 'if [ "$1" = show ]; then echo node1; echo node2; else echo "$@" >> requeued; fi',
         "srun": 'echo "$@" > started; exec sleep 60',
         "ray": "true",
+        "squeue": f"echo {state}",
         "python3": 'echo "$@" > waited',
         "laserbatch": f'echo "$@" > given; exit {code}',
     }
