@@ -64,15 +64,17 @@ def filesystem_of(uri: str) -> tuple["FileSystem", str]:
 
     Raises ConfigError if pyarrow does not know the URI, and NotReached if its service does not answer.
     """
+    from pyarrow import ArrowException
     from pyarrow.fs import FileSystem
 
-    opened = quote(without_credentials(uri), safe="%/:?&=@+,;!$'()*[]")  # names may have spaces, "#" and any letters
+    escaped = re.sub("%(?![0-9a-fA-F]{2})", "%25", without_credentials(uri))
+    opened = quote(escaped, safe="%/:?&=@+,;!$'()*[]")  # names may have spaces, "#" and any letters
     if uri.startswith(("gs://", "gcs://")) and "retry_limit_seconds=" not in uri:
         opened += f"{'&' if '?' in uri else '?'}retry_limit_seconds={MAX_RETRY_S}"
     try:
         filesystem, path = FileSystem.from_uri(opened)
-    except (OSError, ValueError, NotImplementedError) as error:
-        kind = NotReached if isinstance(error, OSError) else ConfigError
+    except (OSError, ValueError, ArrowException) as error:  # the last one itself: Azure found no credentials
+        kind = ConfigError if isinstance(error, (ValueError, NotImplementedError)) else NotReached
         raise failure(kind, f"{uri} cannot be opened", error) from None
     return filesystem, path.rstrip("/")
 
@@ -80,9 +82,11 @@ def filesystem_of(uri: str) -> tuple["FileSystem", str]:
 @contextmanager
 def naming_uri(uri: str, kind: type[LaserbatchError]) -> Iterator[None]:
     """Turn errors of a file system in the block into an error of ours, of type `kind`, which names the URI."""
+    from pyarrow import ArrowException
+
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ArrowException) as error:
         usual = "" if uri.startswith("file:") else ADVICE  # a folder has no credentials
         raise failure(kind, uri, error, usual) from None
 

@@ -21,9 +21,9 @@ from laserbatch.jobs.settings import Settings, load_settings
 from laserbatch.jobs.stages import run_night
 from laserbatch.jobs.stages.inputs import require_delivery
 from laserbatch.jobs.stages.publishing import deliver, forget_delivered, remove_delivered
-from laserbatch.pipeline.errors import ConfigError, NotDelivered, WorkspaceError
+from laserbatch.pipeline.errors import ConfigError, NotDelivered, NotReached, WorkspaceError
 from laserbatch.pipeline.storage.delivery import PLACES, Destination, known_places, last_deliveries
-from laserbatch.pipeline.storage.uris import ADVICE, failure, filesystem_of
+from laserbatch.pipeline.storage.uris import ADVICE, failure, filesystem_of, naming_uri
 from laserbatch.pipeline.storage.workspace import Workspace
 
 OLD, NEW = "2025-03-01-aaaaaaaa", "2025-03-02-aaaaaaaa"
@@ -295,9 +295,20 @@ def test_where_runs_are_delivered_to_does_not_belong_to_them(tmp_path):
     assert Settings(deliver_to="s3://b/p").of_output() == Settings().of_output()
 
 
-@pytest.mark.parametrize("uri", ["file:///lake/Käse & #1", "file:///lake/K%C3%A4se%20&%20%231"])
+@pytest.mark.parametrize("uri", ["file:///lake/5% Käse & #1", "file:///lake/5%25%20K%C3%A4se%20&%20%231"])
 def test_a_name_may_have_spaces_and_any_letters_encoded_or_not(uri):
-    assert filesystem_of(uri)[1] == "/lake/Käse & #1"
+    assert filesystem_of(uri)[1] == "/lake/5% Käse & #1"
+
+
+def test_azure_without_credentials_is_a_service_that_is_not_reached():
+    failing = mock.Mock(**{"from_uri.side_effect": pa.ArrowException("Unknown error: Failed to get token")})
+    with mock.patch("pyarrow.fs.FileSystem", failing), pytest.raises(NotReached, match="Failed to get token"):
+        filesystem_of("abfss://container@account.dfs.core.windows.net/prefix")
+    with (
+        pytest.raises(NotDelivered, match=r"abfs://container/x: Unknown error"),
+        naming_uri("abfs://container/x", NotDelivered),
+    ):
+        raise pa.ArrowException("Unknown error")
 
 
 def test_a_service_of_google_that_cannot_be_reached_is_given_up_within_a_minute():
