@@ -158,12 +158,13 @@ def _run_range(
         else:
             base_run = run
     opened = Workspace.open(settings.workspace)
-    if publish and run is not None and run is not base_run:
-        say(f"not published: run {run.run_id} was rolled back; {command_to_publish(run)} publishes it")
-    elif publish and run is not None:
+    if publish and run is not None and run is base_run:
         with opened.lock():
             force_publish(opened, run.run_id)
             deliver(opened, settings.deliver_to, force=True)
+    elif run is not None and run.run_id != opened.publication.run_id():
+        why = "--publish was not given" if run is base_run else f"run {run.run_id} was rolled back"
+        say(f"not published: {why}; {command_to_publish(run)} publishes it")
     return {"nights": rows, "published": opened.publication.run_id()}
 
 

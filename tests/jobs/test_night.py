@@ -201,8 +201,8 @@ def test_a_backfill_goes_from_each_night_to_the_next_and_publishes_its_last_when
     assert stopped.returncode == 3 and json.loads(stopped.stdout)["error"] == "the night of 2025-03-03: no"
     assert "stopped at 2025-03-03, 2 of 4 nights done" in stopped.stderr
     fails_on.clear()
-    ended = json.loads(run_here(capfd, *arguments, "--json").stdout)
-    assert ended["published"] == newest.run.run_id
+    ended = json.loads((unpublished := run_here(capfd, *arguments, "--json")).stdout)
+    assert ended["published"] == newest.run.run_id and "--publish was not given" in unpublished.stderr
     runs = [newest.workspace.run(row["run_id"]) for row in ended["nights"]]
     manifests = [run.load_manifest() for run in runs]
     assert [manifest.origin.previous_run_id for manifest in manifests] == [None, *(run.run_id for run in runs[:-1])]
