@@ -15,7 +15,10 @@ DEPTHS = st.sampled_from([1, 2, 4, 16])
 
 
 def lay_out(texts):
-    return np.array([SEPARATOR, *(token for text in texts for token in (*text, SEPARATOR))], np.int32)
+    """Read-only, as a night maps its texts: for other arrays numba would compile everything again."""
+    tokens = np.array([SEPARATOR, *(token for text in texts for token in (*text, SEPARATOR))], np.int32)
+    tokens.flags.writeable = False
+    return tokens
 
 
 def whole(chunks):

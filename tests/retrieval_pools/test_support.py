@@ -77,12 +77,15 @@ def supported_slowly(tokens, order, entities, min_support, depth):
 @given(owned=OWNED, min_support=st.integers(2, 5), depth=st.sampled_from([1, 2, 4, 16]))
 def test_supported_lengths_equal_counting_the_entities_of_every_ngram(owned, min_support, depth):
     tokens, entities = lay_out(owned)
-    starts, texts = np.flatnonzero(tokens == SEPARATOR), np.arange(len(owned))
+    tokens.flags.writeable = False  # as a night maps it: for other arrays numba would compile everything again
+    starts, texts = np.flatnonzero(tokens == SEPARATOR).astype(np.int32), np.arange(len(owned))
     first_tokens = count_first_tokens(tokens, starts, texts, 4)
     chunks = sort_texts(tokens, starts, texts, first_tokens, depth, 1 << 30)
     order = np.concatenate([np.empty(0, np.int32), *chunks])
     by_position = np.repeat(entities, np.diff(starts))
-    lengths = supported_lengths(tokens, order, by_position[order], min_support, depth)
+    of_places = by_position[order]
+    order.flags.writeable = of_places.flags.writeable = False
+    lengths = supported_lengths(tokens, order, of_places, min_support, depth)
     assert lengths.dtype == np.uint8
     assert lengths.tolist() == supported_slowly(tokens, order, by_position, min_support, depth)
 
