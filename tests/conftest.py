@@ -29,6 +29,7 @@ if importlib.util.find_spec("triton") is not None:
 
 # Otherwise Ray's workers, for which tests wait, have a lower priority than other test processes.
 os.environ.setdefault("RAY_worker_niceness", "0")
+gc.disable()  # until all tests are imported: a sixth of the time of the imports would go into collections
 os.environ["LASERBATCH_CACHE"] = os.devnull + "/no-cache"  # no test reads a measurement of another one
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,6 +47,7 @@ def pytest_collection_finish() -> None:
     """Exempt the objects of torch, transformers and Ray from later garbage collections."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup() -> None:
