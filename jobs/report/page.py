@@ -26,6 +26,13 @@ STATUS_PHRASES = {
     "held": "This run is held back and not published: ",
     "running": "This run is not finished: ",
 }
+ENVIRONMENT = jinja2.Environment(  # keeps the compiled template for the next report of a process
+    loader=jinja2.FileSystemLoader(FOLDER),
+    autoescape=True,  # the default depends on the file's suffix
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
 strong = Markup("<strong>{}</strong>").format
 
 
@@ -67,14 +74,7 @@ def render(
 ) -> str:
     """Render a page of a run."""
     sides = sides_of(manifest)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(FOLDER),
-        autoescape=True,  # the default depends on the file's suffix
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("report.html.jinja").render(
+    return ENVIRONMENT.get_template("report.html.jinja").render(
         css=Markup((FOLDER / "report.css").read_text(encoding="utf-8")),  # our own file: the only text not escaped
         source_labels=SOURCE_LABELS,
         marked={span.source for side in sides for sample in side.figures.samples for span in sample.spans} - {"target"},
