@@ -55,6 +55,14 @@ def test_a_package_that_cannot_be_imported_is_named_with_its_reason(entries):
         load_plugin("drafters", "broken")
 
 
+def test_another_object_than_a_drafter_or_a_verifier_is_refused(entries):
+    entries += [brought("sum", "builtins:sum"), brought("rule", "builtins:sum", "laserbatch.verifiers")]
+    with pytest.raises(ValueError, match=r"'sum' names .*; expected a Drafter class"):
+        DecodingSettings(drafters=("sum",))
+    with pytest.raises(ValueError, match=r"'rule' names .*; expected an instance of VerifierPlugin"):
+        DecodingSettings(verifier="rule")
+
+
 def test_two_packages_of_one_name_are_refused(entries):
     entries += [brought("nothing", f"{__name__}:Nothing"), brought("nothing", f"{__name__}:Drafter")]
     with pytest.raises(UnknownPlugin, match=r"both provide 'nothing'"):

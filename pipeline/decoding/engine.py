@@ -42,7 +42,7 @@ from laserbatch.pipeline.decoding.step import Step, Stream, commit, observation_
 from laserbatch.pipeline.decoding.step_budget import StepBudget
 from laserbatch.pipeline.decoding.token_tree import TreeBatch, prune
 from laserbatch.pipeline.decoding.verifiers import Verifier, verifier_from
-from laserbatch.pipeline.errors import first_line
+from laserbatch.pipeline.errors import RunFailed, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -278,23 +278,24 @@ class Engine:
         drafting = [sequences[place] for place in places]
         max_depths = [sequence.num_left - 1 for sequence in drafting]  # a step's last token is the target's choice
         try:
-            drafted = drafter.draft_all(drafting, max_depths)
+            trees = prune(
+                drafter.draft_all(drafting, max_depths),
+                max_nodes=budget.max_draft_tokens,
+                max_depths=max_depths,
+                min_log_acceptance=budget.min_log_acceptance,
+                vocab_size=self.vocab_size,
+            )
         except Exception as error:  # a drafter may run forwards with its own KV cache
             if not is_out_of_memory(error):
-                raise
+                recovery.require_device(error)
+                names = ", ".join(self.settings.drafters)
+                raise RunFailed(f"drafting failed ({names}): {type(error).__name__}: {first_line(error)}") from error
             if not self._has_drafter_lacked_memory:
                 logger.warning("steps for which a drafter lacks memory run without drafts: %s", first_line(error))
             self._has_drafter_lacked_memory = True
             traceback.clear_frames(error.__traceback__)
             torch.cuda.empty_cache()
             return TreeBatch.empty(len(sequences))
-        trees = prune(
-            drafted,
-            max_nodes=budget.max_draft_tokens,
-            max_depths=max_depths,
-            min_log_acceptance=budget.min_log_acceptance,
-            vocab_size=self.vocab_size,
-        )
         return trees.scatter(places, len(sequences))
 
     def _execute(self, step: Step) -> None:

@@ -98,12 +98,17 @@ class _OneClass(DrafterPlugin):
 def drafter_plugin(name: str) -> DrafterPlugin:
     """The drafter of this name that another package provides. Raises UnknownPlugin."""
     plugin = load_plugin("drafters", name, TEXT_SOURCES)
+    if not isinstance(plugin, DrafterPlugin) and not hasattr(plugin, "draft_all"):
+        raise UnknownPlugin(f"the entry point of {name!r} names {plugin!r}; expected a Drafter class or DrafterPlugin")
     return plugin if isinstance(plugin, DrafterPlugin) else _OneClass(plugin)
 
 
 def verifier_plugin(name: str) -> VerifierPlugin:
     """The rule of this name that another package provides. Raises UnknownPlugin."""
-    return load_plugin("verifiers", name, tuple(RULES))
+    plugin = load_plugin("verifiers", name, tuple(RULES))
+    if not isinstance(plugin, VerifierPlugin):
+        raise UnknownPlugin(f"the entry point of {name!r} names {plugin!r}; expected an instance of VerifierPlugin")
+    return plugin
 
 
 def rule_sentence(name: str) -> str:

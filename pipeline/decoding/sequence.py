@@ -107,6 +107,8 @@ class DecodingSequence:
         self._drafted = [_NOTHING]  # the sources of each draft's tokens
         self._tokens = np.empty(self.num_prompt + max_new_tokens, np.int32)
         self._tokens[: self.num_prompt] = request.prompt_ids
+        self._read_only = self._tokens.view()  # a drafter of another package cannot change a text
+        self._read_only.flags.writeable = False
         self._sources = np.empty(max_new_tokens, np.uint8)
         self._length = self.num_prompt
 
@@ -116,16 +118,16 @@ class DecodingSequence:
 
     @property
     def context(self) -> np.ndarray:
-        """int32 view: prompt, then output so far."""
-        return self._tokens[: self._length]
+        """Read-only int32 view: prompt, then output so far."""
+        return self._read_only[: self._length]
 
     @property
     def prompt_ids(self) -> np.ndarray:
-        return self._tokens[: self.num_prompt]
+        return self._read_only[: self.num_prompt]
 
     @property
     def output_ids(self) -> np.ndarray:
-        return self._tokens[self.num_prompt : self._length]
+        return self._read_only[self.num_prompt : self._length]
 
     @property
     def sources(self) -> np.ndarray:

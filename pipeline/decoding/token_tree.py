@@ -7,6 +7,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from laserbatch.retrieval_pools.sources import NUM_SOURCES
+
 MAX_NODES = 64  # a node's ancestors fit one 64-bit mask
 MAX_DEPTH = MAX_NODES
 ROOT = -1  # parent of a node that follows the last committed token
@@ -71,10 +73,10 @@ class TreeBatch:
                 )
         if not any(map(len, trees)):
             return cls.empty(len(trees))
-        names = ("token_ids", "parents", "log_acceptance", "source")
         sizes = np.array([len(tree) for tree in trees], np.int64)
-        token_ids, parents, log_acceptance, source = (
-            np.concatenate([getattr(tree, name) for tree in trees]) for name in names
+        token_ids, parents, log_acceptance, source = (  # `np.array([])` of a drafter is float64
+            np.concatenate([getattr(tree, name) for tree in trees]).astype(empty.dtype, copy=False)
+            for name, empty in vars(EMPTY_TREE).items()
         )
         return cls(sizes, token_ids, parents, log_acceptance, source)
 
@@ -171,10 +173,15 @@ def prune(
     Nodes that are deeper than their tree's entry of `max_depths`, less likely than `min_log_acceptance` or outside the
     vocabulary are dropped with all nodes below them. Of the others each tree keeps the first `max_nodes` in its order.
 
-    Raises ValueError: a parent does not precede its child, a mistake of the drafter.
+    Raises ValueError for mistakes of the drafter: another number of trees than of `max_depths`, a parent that does not
+    precede its child, an unknown source.
     """
+    if trees.num_trees != len(max_depths):
+        raise ValueError(f"found {trees.num_trees} drafts for {len(max_depths)} texts")
     if len(trees) == 0:
         return trees
+    if trees.source.max() >= NUM_SOURCES:
+        raise ValueError(f"a draft's source must be a code below {NUM_SOURCES}, found {trees.source.max()}")
     if (trees.parents >= trees.places).any() or trees.parents.min() < ROOT:
         raise ValueError(f"a draft's parents must precede their children, found {trees.parents.tolist()}")
     keep = (trees.token_ids >= 0) & (trees.token_ids < vocab_size) & (trees.log_acceptance >= min_log_acceptance)

@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 from packs import chain_tree
 from tiny_models import OracleDrafter, plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 
@@ -8,6 +9,7 @@ from laserbatch.pipeline.decoding.sequence import DecodingSequence, GenerationRe
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.pipeline.decoding.verifiers import Greedy
+from laserbatch.pipeline.errors import RunFailed
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.sources import NUM_SOURCES, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT, SOURCE_TARGET
 
@@ -29,6 +31,15 @@ def test_sequence_shows_what_was_committed():
     result = sequence.result("length", "")
     for counts, number in ((result.drafted_by_source, 3), (result.accepted_by_source, 2)):
         assert counts.tolist() == [number * (code == SOURCE_POOL) for code in range(NUM_SOURCES)]
+
+
+def test_a_drafter_that_would_change_a_text_ends_the_run_with_the_names_of_the_drafters():
+    class Sorting(NoDrafter):
+        def draft(self, sequence):
+            sequence.output_ids.sort()
+
+    with pytest.raises(RunFailed, match=r"drafting failed \(previous, .*\): ValueError: sort array is read-only"):
+        list(tiny_engine(tiny_model()).generate(requests_for(tiny_prompts(1)), Sorting()))
 
 
 def test_nothing_is_drafted_where_nothing_is_asked_for():

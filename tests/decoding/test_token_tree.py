@@ -97,6 +97,15 @@ def test_a_drafters_mistakes_are_named():
     short = TokenTree(np.array([1, 2], np.int32), np.array([-1], np.int32), np.zeros(2), np.zeros(2, np.uint8))
     with pytest.raises(ValueError, match="differ in length: 2 tokens, 1 parents"):
         TreeBatch.of([chain_tree([1]), short])
+    with pytest.raises(ValueError, match="1 drafts for 2 texts"):
+        prune(TreeBatch.of([chain_tree([1])]), max_depths=[64, 64], **LOOSE)
+    with pytest.raises(ValueError, match="found 200"):
+        prune(TreeBatch.of([chain_tree([1], 200)]), max_depths=[64], **LOOSE)
+
+
+def test_an_empty_draft_may_have_arrays_of_another_type():
+    batch = TreeBatch.of([chain_tree([1]), TokenTree(*[np.array([])] * 4)])
+    assert [column.dtype for column in vars(batch[0]).values()] == [np.int32, np.int32, np.float32, np.uint8]
 
 
 def test_trees_among_others_without_nodes():
