@@ -153,6 +153,7 @@ def measure_systems(
             plain_texts = plain_texts or done.texts
             same = sum(text == other for text, other in zip(done.texts, plain_texts, strict=True))
             values |= {"system": name, "round": number, "equal_to_plain": same / len(plain_texts), **extra}
+            values["min_probability"] = engine.settings.min_probability  # of relaxed systems
             bench.rows.add("f", item, **values)
             print(f"{item}: {name} {values['tokens_per_s']:.0f} tokens/s", flush=True)
         round_s = time.monotonic() - start_s
