@@ -274,7 +274,8 @@ def _hours(settings: Settings, tables: Tables, batch_size: int, measured: Measur
     total_s = (num_users + num_items) * (measured.prompts_s / batch_size + length / measured.tokens_per_s)
     each = f"{counted(length, 'token')} each" if lengths else f"at most {length} tokens each (decoding.max_new_tokens)"
     message = f"a first night writes {counted(num_users, 'user')} and {counted(num_items, 'item')}, {each}: about "
-    return CheckResult("hours", "ok", f"{message}{seconds(total_s)} on this machine, without drafts")
+    message += f"{seconds(total_s)} on this machine at batch {batch_size}, without drafts"
+    return CheckResult("hours", "ok", message)
 
 
 def _write(
