@@ -73,7 +73,7 @@ def fit(
     Training stops early by validation AUC. Then all logits are shifted by a constant, so that the mean prediction on
     validation rows is their base rate: a model stopped by AUC ranks well, but its mean may be off by 0.05. `seed`
     decides the order of rows and dropout. From `start`, a value that `on_epoch` received, training continues as if it
-    had never stopped.
+    had never stopped; on a GPU its dropout is drawn anew.
     """
     device = next(model.parameters()).device
     rows, labels = RowTensors(data, device), torch.from_numpy(data.labels).to(device)
