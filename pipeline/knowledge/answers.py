@@ -1,9 +1,10 @@
 """Checks that an answer does not repeat its prompt, does not loop, and is in the language of the question.
 
 Languages are recognised by their scripts, and some of Latin script by their most common words. Titles and names that an
-answer quotes from its prompt may be in any language and are ignored.
+answer quotes from its prompt, and names of its fields, may be in any language and are ignored.
 """
 
+import json
 import re
 import unicodedata
 from collections import Counter
@@ -68,7 +69,7 @@ def require_answer(
         return
     question = " ".join(filter(None, (template.system, template.instruction, template.request)))
     script = script_of(question)
-    text = text if shown is None else own_words(text, shown, script)
+    text = text if shown is None else own_words(text, template, shown, script)
     scripts = scripts_in(text)
     num_letters = sum(scripts.values())
     min_letters = MIN_SHARE_OWN_SCRIPT * num_letters
@@ -83,14 +84,16 @@ def require_answer(
             raise RowError(f"wrong-language: asked in {expected}, answered in {actual}{MEANT}")
 
 
-def own_words(text: str, shown: Shown, script: str | None) -> str:
-    """The words of a text in lower case, without those that it quotes from the data of an entity in its prompt.
+def own_words(text: str, template: PromptTemplate, shown: Shown, script: str | None) -> str:
+    """The words of a text in lower case, without those that it quotes from its prompt's data or the answer's form.
 
-    Two or more words that follow each other in that data, too, are quoted, and so is a word of it in another script
-    than `script`.
+    Two or more words that follow each other there, too, are quoted, and so is a word from there in another script than
+    `script`: the names of JSON fields are often English.
     """
     titles = (part for event in shown.events for part in event[:2])
-    lines = "\n".join(filter(None, (shown.attributes, *titles))).lower()
+    schema = json.dumps(template.json_schema, ensure_ascii=False)
+    form = (*template.fields, *template.factors, template.regex, template.grammar, schema)
+    lines = "\n".join(filter(None, (shown.attributes, *titles, *form))).lower()
     pairs = {pair for line in lines.splitlines() for pair in pairwise(_WORD.findall(line))}
     words = _WORD.findall(text.lower())
     quoted = {place + step for place, pair in enumerate(pairwise(words)) if pair in pairs for step in (0, 1)}

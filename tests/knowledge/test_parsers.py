@@ -7,7 +7,7 @@ from laserbatch.pipeline.errors import ConfigError, RowError
 from laserbatch.pipeline.knowledge.answers import language_of, require_answer
 from laserbatch.pipeline.knowledge.parsers import load_parser, parse_answer
 from laserbatch.pipeline.knowledge.prompts import Shown
-from laserbatch.pipeline.knowledge.templates import SHIPPED_TEMPLATES, KnowledgeSettings, load_template
+from laserbatch.pipeline.knowledge.templates import SHIPPED_TEMPLATES, KnowledgeSettings, PromptTemplate, load_template
 
 USER, ITEM = map(Settings().effective_knowledge.template, ("user", "item"))
 PROFILE, INTERESTS, FACTS = map(load_template, ("rlmrec_user", "once_user", "trawl_item"))
@@ -274,6 +274,35 @@ def test_titles_that_a_text_quotes_may_be_in_any_language(titles, text):
     for other in (SAID["French"], "喜欢海洋故事和日本动画电影的人，" * 2):
         with pytest.raises(RowError, match=r"^wrong-language: asked in "):
             require_answer(USER, f"{other} {titles[0]}.", nobody, nobody + 1_000, shown=shown)
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (
+            {"parser": "json", "fields": {"interests": "list", "regions": "list"}},
+            '{"interests": ["映画", "読書"], "regions": ["日本"]}',
+        ),
+        ({"parser": "attributes", "factors": ["Subjects", "Style", "Era"]}, "Subjects: 映画\nStyle: 静か\nEra: 昭和"),
+        (
+            {"json_schema": {"enum": ["calm and quiet, nearly silent", "wild and loud"]}},
+            '"calm and quiet, nearly silent"',
+        ),
+    ],
+)
+def test_names_of_an_answer_s_form_may_be_in_another_script(form, text):
+    free = {
+        "name": "own",
+        "version": 1,
+        "framework": "own",
+        "side": "item",
+        "parser": "free",
+        "instruction": "説明して",
+    }
+    nobody, shown = np.arange(60, dtype=np.int32), Shown(None, (), 0)
+    require_answer(PromptTemplate.model_validate(free | form), text, nobody, nobody + 1_000, shown=shown)
+    with pytest.raises(RowError, match=r"^wrong-language: asked in Cjk script, answered in Latin"):
+        require_answer(PromptTemplate.model_validate(free), text, nobody, nobody + 1_000, shown=shown)
 
 
 def test_a_text_of_few_common_words_is_of_no_language():
