@@ -4,6 +4,7 @@ Grammars are in llguidance's variant of Lark: https://github.com/guidance-ai/llg
 """
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import llguidance
 
 from laserbatch.pipeline.decoding.grammar import require_grammar
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.errors import ConfigError
+from laserbatch.pipeline.errors import ConfigError, RowError
+from laserbatch.pipeline.knowledge.parsers import parse_answer
 from laserbatch.pipeline.knowledge.templates import PromptTemplate
 from laserbatch.pipeline.validation import line_of
 
@@ -34,10 +36,8 @@ def grammar_of(template: PromptTemplate, max_new_tokens: int) -> str | None:
     if template.json_schema is not None:
         return _json_grammar(template.json_schema)
     num_chars = CHARS_PER_TOKEN * max_new_tokens
-    if template.parser == "aspects":
-        return _lines(tuple(f"{number}. {name}:" for number, name in enumerate(template.factors, 1)), num_chars)
-    if template.parser == "attributes":
-        return _lines(tuple(f"{name}:" for name in template.factors), num_chars)
+    if template.parser in ("aspects", "attributes"):
+        return _lines(_heads(template), num_chars)
     if template.parser == "json":
         return _json_grammar(_schema(template, num_chars))
     return None
@@ -68,6 +68,20 @@ def require_form(template: PromptTemplate, path: Path) -> None:
             f"{place} allows only the empty answer (found {getattr(template, key)!r}); change it so that it allows a "
             "text, or leave it out"
         )
+    for factor, head in zip(template.factors, _heads(template), strict=True) if key == "factors" else ():
+        with suppress(RowError):
+            if factor in parse_answer(template, f"{head} text").fields:
+                continue
+        raise ConfigError(
+            f"{place}: parser `{template.parser}` would not find {factor!r} in an answer; expected a name in one line "
+            "that begins with a letter and does not end with `*` or a space"
+        )
+
+
+def _heads(template: PromptTemplate) -> tuple[str, ...]:
+    """The beginnings of the lines of aspects or attributes."""
+    is_numbered = template.parser == "aspects"
+    return tuple(f"{number}. {name}:" if is_numbered else f"{name}:" for number, name in enumerate(template.factors, 1))
 
 
 def _lines(heads: tuple[str, ...], num_chars: int) -> str:

@@ -99,6 +99,8 @@ def test_a_template_of_ones_own_gives_its_form(form, whole, broken, tmp_path):
 def test_a_form_that_does_not_compile_is_refused_with_its_place(tmp_path):
     for form, place in (
         ({"regex": "(a"}, "regex: .*invalid regex"),
+        ({"parser": "attributes", "factors": ["Era", "-dash"]}, r"factors: .*would not find '-dash' in an answer"),
+        ({"parser": "aspects", "factors": ["*Era*"]}, r"factors: .*would not find '\*Era\*' in an answer"),
         ({"grammar": "start: A LINE\nA: /a/"}, r'grammar: .*at 1\(8\): unknown name: "LINE"'),
         ({"json_schema": {"type": "strin"}}, "json_schema: .*Invalid type: strin"),
         ({"regex": "a{0}"}, r"regex allows only the empty answer \(found 'a.0.'\)"),
