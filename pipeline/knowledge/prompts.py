@@ -59,7 +59,7 @@ def render_shown(
     """Render a prompt of at most `max_prompt_tokens`, chat tokens included, with as much of the newest history as fits.
 
     `date` is the night's, for chat templates that print today's date; None: the clock's. Raises RowError: "too-long" if
-    it does not fit even without history, "undecodable" if it cannot be written in plain tokens.
+    not even the newest event fits, "undecodable" if it cannot be written in plain tokens.
     """
     head = [template.instruction.strip()] if template.instruction.strip() else []
     if shown.attributes is not None:
@@ -78,11 +78,12 @@ def render_shown(
 
     if not is_too_long(len(events)):
         return encoded(len(events))
-    num_shown = bisect_left(range(len(events)), True, key=is_too_long) - 1
-    if num_shown < 0:
+    fewest = min(1, len(events))  # a prompt without any would say that nothing happened
+    num_shown = bisect_left(range(len(events)), True, lo=fewest, key=is_too_long) - 1
+    if num_shown < fewest:
         raise RowError(
-            f"too-long: the prompt has {len(encoded(0).token_ids)} tokens without any history; the limit "
-            f"(knowledge.max_prompt_tokens) is {max_prompt_tokens}"
+            f"too-long: the prompt has {len(encoded(fewest).token_ids)} tokens"
+            f"{' with the newest event alone' * fewest}; the limit (knowledge.max_prompt_tokens) is {max_prompt_tokens}"
         )
     return encoded(num_shown)
 

@@ -54,7 +54,8 @@ def test_histories_are_cut_from_the_oldest_side_to_the_budget(num_events, budget
         rendered = render_prompt(USER, user, TOKENIZER, budget)
     except RowError as error:
         assert error.reason.startswith("too-long")
-        assert len(render_prompt(USER, make_user(0), TOKENIZER, 10_000).token_ids) > budget
+        newest = Entity("user", 7, user.attributes, user.history[-1:])
+        assert len(render_prompt(USER, newest, TOKENIZER, 10_000).token_ids) > budget
         return
     assert len(rendered.token_ids) <= budget
     assert rendered.num_history + rendered.num_history_dropped == num_events
@@ -63,6 +64,12 @@ def test_histories_are_cut_from_the_oldest_side_to_the_budget(num_events, budget
     if rendered.num_history < min(num_events, 30):  # one more event does not fit
         longer = Entity("user", 7, user.attributes, user.history[-(rendered.num_history + 1) :])
         assert len(render_prompt(USER, longer, TOKENIZER, 10_000).token_ids) > budget
+
+
+def test_no_prompt_says_that_a_user_with_events_has_none():
+    user, room = make_user(3), len(render_prompt(USER, make_user(0), TOKENIZER, 10_000).token_ids)
+    with pytest.raises(RowError, match=r"too-long: the prompt has \d+ tokens with the newest event alone; the limit"):
+        render_prompt(USER, user, TOKENIZER, room)
 
 
 def test_too_long_without_history_is_a_row_error():
