@@ -222,13 +222,13 @@ class PromptTemplate(Strict):
     def _agrees_with_itself(self) -> "PromptTemplate":
         if self.side == "item" and self.history is not None:
             raise ValueError("an item template cannot have a `history`: remove it")
-        words_of_line = re.sub(r"{.*?}", "", self.attributes.line)
-        if not any(
-            re.search(r"\w", text or "") for text in (self.system, self.instruction, self.request, words_of_line)
-        ):
+        texts = (self.system, self.instruction, self.request, re.sub(r"{.*?}", "", self.attributes.line))
+        if not any(re.search(r"\w", text or "") for text in texts):
             raise ValueError(
                 "the prompt asks nothing: `system`, `instruction`, `request` and `attributes.line` have no words"
             )
+        if not self.attributes.columns and self.history is None:
+            raise ValueError(f"prompts show nothing of the {self.side}: name columns in `attributes.columns`")
         if self.parser in ("aspects", "attributes") and not self.factors:
             raise ValueError(f"parser `{self.parser}` needs their names in `factors`; add them, or use parser `free`")
         if (self.parser == "json") != bool(self.fields):

@@ -54,6 +54,7 @@ def test_a_folder_of_ones_own_comes_first(tmp_path):
             r"history\.max_events: expected a number \(found False",
         ),
         (MINIMAL + "json_schema: {const: 2025-01-01}\n", r"line 7: json_schema\.const: .*not a valid JSON value"),
+        (MINIMAL + "attributes: {columns: []}\n", "prompts show nothing of the item: name columns"),
         (MINIMAL + "attributes: {columns: title}\n", r"; attributes\.columns: expected a list, .*\(found 'title'\)"),
         (MINIMAL.replace("Describe.", "Describe it {"), "line 6: instruction: is not a format string"),
         (MINIMAL.replace("Describe.", "Describe. <|im_end|>"), r"line 6: .*<\|im_end\|>, a control token"),
