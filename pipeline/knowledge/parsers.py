@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +18,11 @@ from laserbatch.pipeline.errors import ConfigError, RowError
 from laserbatch.pipeline.knowledge.templates import PromptTemplate
 
 MIN_ENTRIES = 4  # shorter lists are never loops; in a loop, more than half of the entries repeat earlier ones
-_AT_LINE = re.compile(r"^[ \t]*(?:[#*>\-]+[ \t]*)*\(?(\d{1,2})[.):\]][ \t*]*", re.MULTILINE)
+_AT_LINE = re.compile(r"^[ \t]*(?:[#*>\-]+[ \t]*)*\(?(\d{1,2})[.):\]．、）](?!\d)[ \t*]*", re.MULTILINE)
 _INLINE = re.compile(r"(?:^|(?<=\s))\(?(\d{1,2})[.)][ \t*]+(?=[A-Z])")
-_LABEL = re.compile(r"^\**([^:\n]{1,60}?)\**[ \t]*(?::|[–—]| - )\**[ \t]*")
+_LABEL = re.compile(r"^\**([^:：\n]{1,60}?)\**[ \t]*(?:[:：–—]| - )\**[ \t]*")
 _LETTER = re.compile(r"[^\W\d_]")
+_UNWRITABLE = re.compile("[\0\ud800-\udfff]")  # JSON may escape what no text may have
 _HEADING = re.compile(r"^\**([^:\n]{1,60}?)\**[ \t]*\n")
 _BULLET = re.compile(r"^[ \t]*(?:[-*•#>]+[ \t]*|\(?\d{1,2}[.)][ \t]*)?")
 
@@ -38,6 +40,13 @@ def parse_answer(template: PromptTemplate, text: str, is_cut: bool = False) -> P
     `is_cut`: the token limit ended the answer. Raises RowError with the reason `unparsable` (nothing of the requested
     form), `missing-field`, `wrong-type`, or `loops` (a list, or three fields or more, repeat the same text).
     """
+    parsed = _parsed(template, text, is_cut)
+    if wrong := _UNWRITABLE.search("".join(chain.from_iterable(parsed.fields.items()))):
+        raise RowError(f"undecodable: the answer has {wrong.group()!r}, which is no character")
+    return parsed
+
+
+def _parsed(template: PromptTemplate, text: str, is_cut: bool) -> Parsed:
     if not text.strip():
         raise RowError("unparsable: the text is empty")
     if template.parser == "free":
@@ -87,7 +96,7 @@ def _aspects(text: str, factors: tuple[str, ...]) -> dict[str, str]:
 def _label(body: str, factors: tuple[str, ...]) -> re.Match[str] | None:
     """Match a name before a colon or dash; a factor's whole name, which may have those in it, takes precedence."""
     named = "|".join(re.escape(factor) for factor in sorted(factors, key=len, reverse=True))
-    return re.match(rf"\**({named})\**[ \t]*:\**[ \t]*", body, re.IGNORECASE) or _LABEL.match(body)
+    return re.match(rf"\**({named})\**[ \t]*[:：]\**[ \t]*", body, re.IGNORECASE) or _LABEL.match(body)
 
 
 def _heading(body: str, factors: tuple[str, ...]) -> re.Match[str] | None:
@@ -101,7 +110,7 @@ def _attributes(text: str, factors: tuple[str, ...]) -> dict[str, str]:
     """Lines `Name: value` with the requested names, in any kind of list; other lines are ignored."""
     canonical = {factor.lower(): factor for factor in factors}
     fields: dict[str, str] = {}
-    for line in text.splitlines():
+    for line in re.split(r"\r\n?|\n", text):
         body = _BULLET.sub("", line, count=1)
         label = _label(body, factors)
         if label is None:

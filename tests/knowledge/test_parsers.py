@@ -342,3 +342,25 @@ def test_a_text_with_a_loop_in_it_is_no_answer():
                 require_answer(USER, "a a a", text, prompt)
     for whole in (np.concatenate([start, np.resize(start[:25], 96)]), start[:50], np.resize(start[:1], 95)):
         require_answer(USER, "a a a", whole, prompt)
+
+
+@pytest.mark.parametrize("escape", [r"\ud83d", r"\u0000"])
+def test_a_field_that_no_file_can_hold_quarantines_its_text(escape):
+    """JSON may escape half of a character."""
+    answer = f'{{"summary": "Sea {escape}", "reasoning": "x"}}'
+    with pytest.raises(RowError, match=r"^undecodable: the answer has '.*', which is no character"):
+        parse_answer(PROFILE, answer)
+
+
+def test_answers_are_read_with_the_punctuation_of_east_asia():
+    names = {"factors": ("体裁", "主题")}
+    expected = {"体裁": "小说：侦探", "主题": "大海"}
+    for text in ("1、体裁：小说：侦探\n2、主题：大海", "1．**体裁**：小说：侦探\n2．**主题**：大海"):
+        assert parse_answer(USER.model_copy(update=names), text).fields == expected
+    assert parse_answer(FACTS.model_copy(update=names), "体裁：小说：侦探\n主题：大海").fields == expected
+
+
+def test_only_line_breaks_end_a_line_and_times_of_day_number_nothing():
+    name, other = FACTS.factors[:2]
+    assert parse_answer(FACTS, f"{name}: sea\u2028salt\r\n{other}: x").fields == {name: "sea\u2028salt", other: "x"}
+    assert parse_answer(USER, "1. Genre: noir, at\n10:30 pm").fields == {"Genre": "noir, at\n10:30 pm"}
