@@ -119,7 +119,6 @@ def _shown_event(event: HistoryEvent, columns: HistoryLines) -> Event:
     values = [value for value in values if value is not None]
     attributes = columns.separator.join(values) if values else None
     label = None if event.rating is None else columns.ratings.get(event.rating) or number_text(event.rating)
-    if event.event is not None:
-        done = event_text(event.event, columns.events)
+    if done := event_text(event.event or "", columns.events):
         label = done if label is None else f"{done}{' ' if done == 'rated' else ', rated '}{label}"
     return plain_text(event.title, columns.max_value_chars), attributes, label

@@ -30,7 +30,7 @@ MAX_KINDS_NAMED = 4  # a sentence names at most this many kinds of events
 
 
 def event_text(event: str, words: Mapping[str, str]) -> str:
-    """The words for an event: from the configuration, the usual ones, or the event as it is written."""
+    """The words for an event: from the configuration, the usual ones, or the event as it is written; "" if blank."""
     plain = plain_text(event.replace("_", " "), 80)
     return words.get(event) or EVENT_WORDS.get(re.sub(r"[\W_]", "", event.lower()), plain)
 
@@ -38,7 +38,7 @@ def event_text(event: str, words: Mapping[str, str]) -> str:
 def labels_of(interactions: pa.Table, words: Mapping[str, str]) -> Labels:
     """The labels of interactions: events if they differ, otherwise ratings, which are words if only 0 and 1 occur."""
     events = pc.unique(interactions["event"]).drop_null().to_pylist() if "event" in interactions.column_names else []
-    phrases = list(dict.fromkeys(event_text(event, words) for event in sorted(events)))
+    phrases = list(dict.fromkeys(filter(None, (event_text(event, words) for event in sorted(events)))))
     if len(phrases) > 1:
         return Labels(in_words(phrases, "or") if len(phrases) <= MAX_KINDS_NAMED else "picked", "words")
     picked = phrases[0] if phrases else "picked"

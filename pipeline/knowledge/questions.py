@@ -191,7 +191,7 @@ class _EventLabels:
     def _labels(self, events: pa.Array, ratings: pa.Array) -> pa.Array:
         kind = {pa.null(): pa.float64(), pa.bool_(): pa.int8()}.get(ratings.type, ratings.type)
         rated = _mapped(ratings.cast(kind), lambda value: _rating_label(value, self._lines))
-        event_texts = _mapped(events.cast(pa.string()), lambda event: event_text(event, self._lines.events))
+        event_texts = _mapped(events.cast(pa.string()), lambda event: event_text(event, self._lines.events) or None)
         between = pc.if_else(pc.equal(event_texts, "rated"), " ", ", rated ")
         both = pc.binary_join_element_wise(event_texts, between, rated, "")
         return pc.coalesce(both, event_texts, rated)

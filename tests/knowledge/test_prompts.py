@@ -105,6 +105,11 @@ def test_unrated_events_have_their_own_line():
     assert "- Title | 1\nNow:" in text_of(render_prompt(USER, Entity("user", 1, {}, (event,)), TOKENIZER, 10_000))
 
 
+def test_a_blank_event_is_shown_as_no_event():
+    user = Entity("user", 1, {}, tuple(HistoryEvent("i", "T", {}, rating, " ") for rating in (None, 5.0)))
+    assert "\n- T\n- T | 5\nNow:" in text_of(render_prompt(USER, user, TOKENIZER, 10_000))
+
+
 def test_columns_are_chosen_by_name_and_absent_ones_skipped():
     changed = USER.model_copy(
         update={

@@ -116,6 +116,7 @@ def test_prompts_speak_of_your_users_and_items_and_of_what_was_done():
         ({"rating": []}, "rated from 1 to 5", "numbers"),
         ({"event": ["view", "purchase", None]}, "bought or viewed", "words"),
         ({"event": ["play", "play"]}, "played", "none"),
+        ({"event": ["play", "", "  "]}, "played", "none"),
         ({"event": ["play", "play"], "rating": [1, 5]}, "rated from 1 to 5", "numbers"),
         ({"event": ["play", "play"], "rating": [0, 1]}, "played or passed over", "words"),
         ({"event": ["put_back", "Add-To-Cart", "tried on"]}, "put into the cart, put back or put on", "words"),
