@@ -219,7 +219,8 @@ def _rated_label(ratings: pa.ChunkedArray) -> Guessed:
 
 
 def _events(labels: Mapping[str, pa.ChunkedArray]) -> list[str]:
-    return sorted(pc.unique(labels["event"]).drop_null().to_pylist()) if "event" in labels else []
+    events = pc.unique(labels["event"]).drop_null().to_pylist() if "event" in labels else []
+    return sorted(filter(str.strip, events))
 
 
 def _nouns(id_column: str, stem: str) -> dict[str, Guessed]:

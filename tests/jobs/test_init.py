@@ -73,7 +73,8 @@ def test_events_of_text_are_guessed_and_the_strongest_is_the_positive(tmp_path, 
     folder = tmp_path / "exports"
     folder.mkdir()
     (folder / "recipes.csv").write_text('recipe_id,name\n1,"Soup\nof peas"\n2,Bread\n')
-    (folder / "log.csv").write_text("user_id,recipe_id,ts,event_type\n7,1,1740000000,view\n7,2,1740000001,save\n")
+    (folder / "log.csv").write_text("user_id,recipe_id,ts,event_type\n7,1,1740000000,view\n7,2,1740000001,save\n"
+                                    "7,2,1740000002,  \n")  # fmt: skip
     (note,) = run_init(capsys, folder, tmp_path / "night.yaml")["notes"]
     assert "1 quoted field over several lines, first in column name, row 0" in note
     settings = load_settings(tmp_path / "night.yaml")
@@ -82,7 +83,7 @@ def test_events_of_text_are_guessed_and_the_strongest_is_the_positive(tmp_path, 
     assert (settings.knowledge.words.item, settings.knowledge.words.items) == ("recipe", "recipes")
     import_mapped(load_mapping(tmp_path / "mapping.yaml"), folder, tmp_path / "tables")
     tables = read_tables(tmp_path / "tables").interactions
-    assert tables["event"].to_pylist() == ["view", "save"]
+    assert tables["event"].to_pylist() == ["view", "save", "  "]
     assert labels_of(tables, {}).interacted == "saved or viewed"
 
 
