@@ -229,12 +229,24 @@ def warn_of_shared_words(night: Night) -> None:
 def earlier_runs(workspace: Workspace, run_id: str) -> list[RunFolder]:
     """The finished runs of the same or an earlier date that a run may build on; the last one is preferred.
 
-    A night of an older date thus sees only older runs. Among runs of one date, a run of the same settings comes last,
-    then the order in which they were finished decides. Runs that were rolled back are left out.
+    A night of an older date thus sees only older runs. Runs after the newest one of the same settings are left out
+    unless they follow it: another configuration may run every night too. Among runs of one date, a run of the same
+    settings comes last, then the order in which they were finished decides. Runs that were rolled back are left out.
     """
     run = workspace.run(run_id)
     finished = workspace.finished_runs(run.settings_hash)
-    return [other for other in finished if other.run_id != run_id and other.date <= run.date]
+    earlier = [other for other in finished if other.run_id != run_id and other.date <= run.date]
+    own = [number for number, other in enumerate(earlier, 1) if other.settings_hash == run.settings_hash]
+    if not own:
+        return earlier
+    newest = earlier[own[-1] - 1].run_id
+    return earlier[: own[-1]] + [other for other in earlier[own[-1] :] if _follows(other, newest)]
+
+
+def _follows(run: RunFolder, earlier: str) -> bool:
+    """Whether a run is built on an earlier one, but not by way of a run of the same date, which runs beside it."""
+    chain = [run.run_id, *run.ancestor_run_ids]
+    return earlier in chain and chain[chain.index(earlier) - 1][:10] > earlier[:10]
 
 
 def open_run(settings: Settings, run_id: str | None) -> Night:

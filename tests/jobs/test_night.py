@@ -102,6 +102,17 @@ def test_of_runs_of_one_date_that_of_the_same_settings_is_built_on_else_the_last
     assert earlier_runs(workspace, "2025-02-28-bbbbbbbb") == []
 
 
+def test_a_night_builds_on_its_own_configuration_although_another_runs_unless_that_follows_it(tmp_path):
+    workspace = Workspace.open(tmp_path / "ws")
+    ids = ("2025-03-01-aaaaaaaa", "2025-03-01-bbbbbbbb", "2025-03-02-bbbbbbbb")
+    for run_id, before in zip(ids, ([], [ids[0]], [ids[1], ids[0]]), strict=True):
+        write_json({"ancestor_run_ids": before}, workspace.run(run_id).manifest_path)
+        workspace.run(run_id).success_path.touch()
+    assert earlier_runs(workspace, "2025-03-02-aaaaaaaa")[-1].run_id == ids[0]
+    write_json({"ancestor_run_ids": [ids[0]]}, workspace.run(ids[2]).manifest_path)  # edited, and edited back
+    assert earlier_runs(workspace, "2025-03-03-aaaaaaaa")[-1].run_id == ids[2]
+
+
 def test_an_older_date_is_neither_published_nor_drafted_from(world, capsys):
     night = done(opened(world))
     older = done(opened(world, DAY - datetime.timedelta(days=1)))
