@@ -122,6 +122,7 @@ def test_an_older_date_is_neither_published_nor_drafted_from(world, capsys):
     (world / "laserbatch.yaml").write_text("workspace: workspace\ntables: {path: tables}\npools: {scope: group}\n")
     same_date = done(opened(world))
     assert night.workspace.publication.run().run_id == same_date.run.run_id == night.pools.current_version()
+    assert f"no longer {night.run.run_id}, which has other settings" in capsys.readouterr().err
 
 
 def test_an_older_date_is_published_where_that_is_asked_for_and_rolled_back_from(world):
