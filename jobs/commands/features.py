@@ -93,10 +93,10 @@ def asof(
 
 
 def _runs(config: Path | None, workspace: Path | None) -> list[RunFolder]:
-    """All finished runs, whose versions count in this order; of a date, one of the published run's settings is last."""
+    """The published run's `line_of`, or all finished runs, whose versions count in this order."""
     opened = open_workspace(config, workspace)
     published = opened.publication.run_id()
-    return opened.finished_runs(None if published is None else opened.run(published).settings_hash)
+    return opened.finished_runs() if published is None else opened.line_of(opened.run(published))
 
 
 def _refuse_unknown_ids(log: Path, side: Side, first: pa.RecordBatch, versions: Versions, num_rows: int) -> None:

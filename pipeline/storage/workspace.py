@@ -126,9 +126,18 @@ class Workspace:
 
         return sorted((run for run in runs if run.run_id not in not_built_on), key=rank)
 
+    def line_of(self, run: RunFolder) -> list[RunFolder]:
+        """`finished_runs` without those that another configuration wrote since the first run that a run is built on."""
+        line = [run.run_id, *run.ancestor_run_ids]
+        others = self.finished_runs(run.settings_hash)
+        return [
+            other for other in others
+            if other.run_id in line or other.settings_hash == run.settings_hash or other.date < min(line)[:10]
+        ]  # fmt: skip
+
     def runs_up_to(self, run: RunFolder) -> list[RunFolder]:
-        """Finished runs of dates before a run's, and the run itself; of a date, runs of its settings come last."""
-        return [*(other for other in self.finished_runs(run.settings_hash) if other.date < run.date), run]
+        """The runs of `line_of` of dates before a run's, and the run itself; of a date, runs of its settings last."""
+        return [*(other for other in self.line_of(run) if other.date < run.date), run]
 
     def lock(self) -> AbstractContextManager[None]:
         """Hold the workspace for writing. Raises WorkspaceBusy, with pid and host, if another process holds it."""

@@ -231,6 +231,16 @@ def test_a_run_sees_the_earlier_texts_of_its_own_settings_whichever_run_of_a_dat
     assert [run.run_id for run in workspace.runs_up_to(workspace.run(tonight))] == [other, own, tonight]
 
 
+def test_a_run_sees_no_texts_of_another_configuration_that_runs_beside_its_own(workspace):
+    before, own, tonight = "2025-03-01-99999999", "2025-03-02-0123abcd", "2025-03-05-0123abcd"
+    others = "2025-03-02-99999999", "2025-03-03-99999999"  # the night of its own configuration failed on the third
+    for run_id, previous in (before, None), (own, before), (others[0], before), (others[1], others[0]), (tonight, own):
+        finish(workspace, run_id, previous)
+    manifest = {"ancestor_run_ids": [own, before]}
+    write_json(manifest, workspace.run(tonight).manifest_path)
+    assert [run.run_id for run in workspace.runs_up_to(workspace.run(tonight))] == [before, own, tonight]
+
+
 def test_only_a_finished_run_is_published(workspace):
     with pytest.raises(WorkspaceError, match="no _SUCCESS"):
         workspace.publication.publish("2025-03-01-aaaaaaaa")
