@@ -228,8 +228,8 @@ def kept_runs(workspace: Workspace, keep: int, also_unfinished: bool = False) ->
     """The ids of the runs that `gc` keeps, oldest first, each with the reason.
 
     These are the `keep` newest finished runs, rolled back or not; the published run and the one before it; the runs
-    that the next night may build on; unfinished runs, with `also_unfinished` only those newer than the oldest kept run;
-    and the runs that an unfinished run or the published run was built on.
+    that the next night of their configurations may build on; unfinished runs, with `also_unfinished` only those newer
+    than the oldest kept run; and the runs that an unfinished run or the published run was built on.
     """
     runs = {run.run_id: run for run in workspace.runs()}
     finished = [run_id for run_id, run in runs.items() if run.is_finished or run.is_held]
@@ -237,6 +237,9 @@ def kept_runs(workspace: Workspace, keep: int, also_unfinished: bool = False) ->
     not_built_on = workspace.publication.not_built_on()
     usable = [run_id for run_id in finished if runs[run_id].is_finished and run_id not in not_built_on]
     newest = [run_id for run_id in usable if runs[run_id].date == runs[usable[-1]].date]  # its settings decide which
+    recent = {runs[run_id].settings_hash for run_id in reasons}
+    last = {runs[run_id].settings_hash: run_id for run_id in usable}
+    newest += [run_id for settings, run_id in last.items() if settings in recent]
     reasons |= dict.fromkeys(newest, "the next night builds on it")
     for run in workspace.publication.earlier_runs()[:1]:
         reasons[run.run_id] = "a rollback publishes it"

@@ -175,6 +175,14 @@ def test_a_rolled_back_run_whose_folder_is_away_does_not_lend_its_id_to_a_new_ru
     assert newest_edition(workspace, date, {}) == 1
 
 
+def test_the_newest_usable_run_of_each_configuration_that_still_runs_is_kept(workspace, capfd):
+    b = {"seed": 1}
+    own, held = run_of(workspace, 1), run_of(workspace, 3, is_finished=False)
+    workspace.run(held).finish(is_held=True)
+    others = [run_of(workspace, day, settings=b) for day in (1, 2, 3)]
+    assert run_runs(workspace, capfd, "gc", "--keep", "2")["kept"].keys() == {own, held, others[2]}
+
+
 def test_old_runs_are_removed_but_none_that_somebody_needs(workspace, capfd):
     ids = {day: run_of(workspace, day) for day in (1, 2, 3, 4, 7, 8)}
     ids[5] = run_of(workspace, 5, is_finished=False, previous=ids[4])
