@@ -3,6 +3,7 @@
 import copy
 import datetime
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -193,11 +194,15 @@ def new_night(
         template = settings.knowledge.template(side)
         manifest.origin.prompts[side] = PromptRef(template.framework, template.identity)
     night = Night(settings, workspace, date, run, manifest)
-    chosen = None if base_run is None else base_run.run_id
+    published, chosen = workspace.publication.run_id(), base_run
+    if published is not None and workspace.run(published).settings_hash != run.settings_hash:
+        with suppress(PoolError):  # which `current_pools` prints
+            chosen = previous if night.pools.current_version() == published else base_run
     held = {run.run_id for run in workspace.runs() if run.is_held}
     not_used = held | workspace.publication.not_built_on()
     others = {run.run_id for run in workspace.runs() if run.is_finished} - not_used
-    pools = current_pools(night.pools, settings.pools.min_support, date, chosen, not_used, others, night.tokenizer_hash)
+    first, min_support = None if chosen is None else chosen.run_id, settings.pools.min_support
+    pools = current_pools(night.pools, min_support, date, first, not_used, others, night.tokenizer_hash)
     manifest.generation.pools = describe_pools(pools)
     return night
 

@@ -20,7 +20,7 @@ from laserbatch.jobs.stages import publishing
 from laserbatch.jobs.stages import run_night as stages
 from laserbatch.jobs.stages.budgets import known_step_cost, last_speed
 from laserbatch.jobs.stages.build_pools import unchanged_pools
-from laserbatch.jobs.stages.night import earlier_runs, open_night, open_run
+from laserbatch.jobs.stages.night import earlier_runs, new_night, open_night, open_run
 from laserbatch.jobs.stages.night_plans import NightPlanner, plan_night
 from laserbatch.jobs.stages.run_night import finish_night, publish_night, run_night
 from laserbatch.jobs.stages.variants import framework_of
@@ -180,6 +180,21 @@ def test_pools_of_what_was_taken_back_do_not_stay_current(world, capfd):
     assert first.pools.current_version() is None
     first.pools.use(second.run.run_id)  # made current by name; nights skip it all the same
     assert opened(world, DAY + datetime.timedelta(days=2)).manifest.generation.pools.version is None
+
+
+def test_a_night_drafts_from_the_pools_of_its_own_configuration_unless_others_were_chosen(world):
+    own = done(opened(world))
+    config = world / "laserbatch.yaml"
+    config.write_text((settings := config.read_text()) + "pools: {scope: group}\n")
+    other = done(opened(world))
+    config.write_text(settings)
+    next_date = DAY + datetime.timedelta(days=1)
+    assert (
+        new_night(load_settings(config), own.workspace, next_date).manifest.generation.pools.version == own.run.run_id
+    )
+    own.workspace.publication.publish(own.run.run_id)
+    own.pools.use(other.run.run_id)
+    assert opened(world, next_date).manifest.generation.pools.version == other.run.run_id
 
 
 def test_pools_of_a_held_run_are_not_drafted_from_after_the_run_was_removed(world):
