@@ -19,6 +19,7 @@ from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.attempt import build_on, new_manifest, newest_attempt, recorded, stage
 from laserbatch.jobs.stages.inputs import sound_tables
 from laserbatch.jobs.stages.metrics import NightMetrics, night_metrics
+from laserbatch.jobs.stages.night import earlier_runs
 from laserbatch.jobs.stages.publishing import (
     deliver,
     delivery_uri,
@@ -122,8 +123,7 @@ def _opened(
     recorded = settings.model_dump(mode="json", include={"tables": True, "extensions": {NAME}})
     recorded["recommender"] = lists.target.card.model_dump(mode="json")
     manifest = new_manifest(workspace, date, recorded, identity, attempt.edition)
-    earlier = [run for run in workspace.finished_runs() if run.date <= str(date) and run.run_id != manifest.run_id]
-    build_on(manifest, earlier[-1] if earlier else None)
+    build_on(manifest, next(reversed(earlier_runs(workspace, manifest.run_id)), None))
     manifest.origin.force, manifest.origin.inputs, manifest.origin.extension = force, dict(inputs), NAME
     manifest.save()
     return manifest
