@@ -53,7 +53,7 @@ def rebuild(
 
 @app.command(name="list")
 def list_versions(config: Path | None = CONFIG, workspace: Path | None = WORKSPACE, as_json: bool = JSON) -> None:
-    """List the versions; the next run drafts from the marked one. With --json their settings and groups too.
+    """List the versions; the marked one is the current one. With --json their settings and groups too.
 
     Example: `laserbatch pools list --config laserbatch.yaml`
     """
@@ -123,7 +123,7 @@ def _versions_table(versions: list[PoolVersion]) -> Table:
         row = {"": "*" if version.is_current else "", "version": version.version}
         sides = [_row(side, manifest) for side, manifest in version.pools.items()] or [_row("no pool", None)]
         rows += [row | side for side in (sides if version.problem is None else [_row("damaged", None)])]
-    return Table("Pools", rows, ("", "version", "side", "scope", "model"), "* marks the pools of the next run")
+    return Table("Pools", rows, ("", "version", "side", "scope", "model"), "* marks the current pools")
 
 
 def _row(side: str, manifest: PoolManifest | None) -> dict[str, str]:
