@@ -166,21 +166,21 @@ def require_place(workspace: Workspace, uri: str) -> None:
 def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:
     """Copy the published run to a URI for its readers; without a published run, do nothing.
 
-    Without a URI nothing is delivered; with `force`, the places that earlier got another run are then named. Lake
-    tables take only features, so nothing of an extension. Without `force`, a run of a later date at the URI stays,
-    unless it was rolled back here. Raises NotDelivered if the run cannot be copied there, or another WorkspaceError if
-    it must not be.
+    Without a URI nothing is delivered; with `force`, other places that earlier got another run are named. Lake tables
+    take only features, so nothing of an extension. Without `force`, a run of a later date at the URI stays, unless it
+    was rolled back here. Raises NotDelivered if the run cannot be copied there, or another WorkspaceError if it must
+    not be.
     """
     run_id = workspace.publication.run_id()
     if run_id is None:
         return
+    for place in last_deliveries(workspace.root) if force else ():
+        if place["run_id"] != run_id and place["to"] != (uri or "").rstrip("/"):
+            say(
+                f"WARNING: run {run_id} is not delivered to {place['to']}, which has {place['run_id'] or 'no run'}, "
+                f"because deliver_to is {uri or 'not set'}: give this command that place's configuration with --config"
+            )
     if uri is None:
-        for place in last_deliveries(workspace.root) if force else ():
-            if place["run_id"] != run_id:
-                say(
-                    f"WARNING: run {run_id} is not delivered to {place['to']}, which has {place['run_id'] or 'no run'}"
-                    ", because no deliver_to is set: give this command the night's configuration with --config"
-                )
         return
     try:
         run, destination = workspace.chosen_run(None), destination_of(workspace.root, uri)

@@ -216,6 +216,10 @@ def test_publishing_without_the_destination_names_the_places_whose_readers_see_a
     workspace.publication.publish(NEW)
     deliver(workspace, None, force=True)
     assert f"run {NEW} is not delivered to {place}, which has {OLD}, because" in capsys.readouterr().err
+    deliver(workspace, f"{place}-of-another-configuration", force=True)
+    assert f"run {NEW} is not delivered to {place}, which has {OLD}, because" in capsys.readouterr().err
+    deliver(workspace, place, force=True)
+    assert "WARNING" not in capsys.readouterr().err
 
 
 def test_a_place_that_shares_files_with_the_workspace_is_refused(workspace, tmp_path):
