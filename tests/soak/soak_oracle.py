@@ -109,10 +109,16 @@ class Oracle:
     def previous(self, date: str, settings: str) -> Run | None:
         """The run that a night of `date` builds on: the newest usable run that is not later.
 
-        Among runs of one date, the run with the same settings is preferred, then the one that was finished last.
+        Of one date, the run with the same settings is preferred, then the one that was finished last. Runs after the
+        newest one with the same settings do not count unless they follow it.
         """
         older = [run for run in self.runs.values() if run.date <= date and run.run_id not in self.not_built_on]
-        return max(older, key=lambda run: (run.date, run.settings == settings, run.order), default=None)
+        older.sort(key=lambda run: (run.date, run.settings == settings, run.order))
+        own = [number for number, run in enumerate(older, 1) if run.settings == settings]
+        if own:
+            newest = older[own[-1] - 1].run_id
+            older = older[: own[-1]] + [run for run in older[own[-1] :] if _follows(run, newest)]
+        return older[-1] if older else None
 
     def refused(self, world: World, side: str, key: object, limit: int) -> str | None:
         """The reason why no prompt can be made for an entity, or None."""
@@ -140,13 +146,20 @@ class Oracle:
         is_rated = side == "user" and world.rating_type is not None  # the lines of the template depend on it
         return json.dumps([side, template, is_rated, limit, decoding, shown, events], sort_keys=True)
 
-    def pools_to_use(self, date: str, min_support: int) -> str | None:
-        """The version of the pools that a run may draft from: the current one, or the newest other that fits."""
+    def pools_to_use(self, date: str, min_support: int, previous: Run | None, settings: str) -> str | None:
+        """The version of the pools that a run may draft from: the current one, or the newest other that fits.
+
+        If the current one is that of the published run, of other settings, the pools of `previous` come first.
+        """
         pointer = self.workspace / "pools" / "CURRENT"
         there = {path.name.partition("@")[0] for path in (self.workspace / "pools").glob("2*") if path.is_dir()}
         version = pointer.read_text().strip() if pointer.exists() else None
         if version is not None and version not in there:
             return None
+        published = self.runs.get(self.published)
+        is_of_other = published is not None and published.run_id == version and published.settings != settings
+        if is_of_other and previous is not None and previous.run_id in there:
+            version = previous.run_id
         not_used = self.not_built_on | self.held
         older = sorted(there & self.runs.keys(), reverse=True) if version is not None else []
         fitting = (name for name in (version, *older) if name is not None and name[:10] <= date)
@@ -391,6 +404,8 @@ class Oracle:
         if self.published and not self.gone:
             seen, built_on = self.seen[:2], self.runs[self.published].previous
         needed = {*done[-keep:], *seen, built_on, *(run.run_id for run in usable if run.date == newest)}
+        last = {run_id[11:19]: run_id for run_id in sorted(run.run_id for run in usable)}
+        needed |= {last.get(run_id[11:19]) for run_id in done[-keep:]}
         return needed & {*done}
 
 
@@ -398,6 +413,11 @@ def contents(folder: Path) -> dict[Path, tuple[int, int]]:
     """Size and time of every file below a folder."""
     return {path: (stat.st_size, stat.st_mtime_ns) for path in sorted(folder.rglob("*"))
             if path.is_file() and (stat := path.stat())}  # fmt: skip
+
+
+def _follows(run: Run, earlier: str) -> bool:
+    chain = [run.run_id, *run.ancestors]
+    return earlier in run.ancestors and chain[run.ancestors.index(earlier)][:10] > earlier[:10]
 
 
 def _but_history(fingerprint: str) -> list:

@@ -186,7 +186,7 @@ class Year:
         is_again = oracle.run_of(date, settings) is not None
         options += ("--redo",) if is_again and not options else ()
         previous = oracle.previous(date, settings)
-        pools = oracle.pools_to_use(date, self.settings["pools"]["min_support"])
+        pools = oracle.pools_to_use(date, self.settings["pools"]["min_support"], previous, settings)
         summary, output, is_whole = self.done("nightly", "--date", date, *options, **stop)
         run_id = summary["run_id"]
         is_published = oracle.publishes(date, run_id)
