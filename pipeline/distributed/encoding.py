@@ -95,7 +95,8 @@ class ClusterEncoder:
         """Yield the number of each task and its result, in any order."""
         layout, waiting = self._start(), enumerate(arguments)
         # `max_calls` keeps a task's process alive on a GPU too, and with it the loaded encoder.
-        task = ray.remote(num_cpus=layout.num_threads, num_gpus=num_gpus, max_calls=0)(run_task)
+        name = function.__name__  # which Ray shows
+        task = ray.remote(num_cpus=layout.num_threads, num_gpus=num_gpus, max_calls=0, name=name)(run_task)
         open_tasks: dict[ray.ObjectRef, int] = {}
         while True:
             for number, of_task in islice(waiting, OPEN_TASKS * layout.num_workers - len(open_tasks)):

@@ -31,7 +31,7 @@ VISIBILITY_TIMEOUT_S = 30.0  # a shared folder may show a new file with this del
 
 def start_task(layout: WorkerLayout, num_gpus: int, function: Callable[..., Any], *arguments: Any) -> ray.ObjectRef:
     """Start a task with a worker's cores; `result_of` waits for it."""
-    task = ray.remote(num_cpus=layout.num_threads, num_gpus=num_gpus)(run_task)
+    task = ray.remote(num_cpus=layout.num_threads, num_gpus=num_gpus, name=function.__name__)(run_task)
     return task.remote(software(), function, *arguments)
 
 
