@@ -8,6 +8,7 @@ done again by another process.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import islice
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -90,17 +91,17 @@ class ClusterEncoder:
         return [results[number] for number in range(len(tasks))]
 
     def _results(
-        self, function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]], num_gpus: int = 0
+        self, function: FunctionType, arguments: Iterable[tuple[Any, ...]], num_gpus: int = 0
     ) -> Iterator[tuple[int, Any]]:
         """Yield the number of each task and its result, in any order."""
         layout, waiting = self._start(), enumerate(arguments)
         # `max_calls` keeps a task's process alive on a GPU too, and with it the loaded encoder.
-        name = function.__name__  # which Ray shows
-        task = ray.remote(num_cpus=layout.num_threads, num_gpus=num_gpus, max_calls=0, name=name)(run_task)
+        task = ray.remote(num_cpus=layout.num_threads, num_gpus=num_gpus, max_calls=0)(run_task)
+        named = task.options(name=function.__name__)  # as Ray shows it
         open_tasks: dict[ray.ObjectRef, int] = {}
         while True:
             for number, of_task in islice(waiting, OPEN_TASKS * layout.num_workers - len(open_tasks)):
-                open_tasks[task.remote(software(), function, *of_task)] = number
+                open_tasks[named.remote(software(), function, *of_task)] = number
             if not open_tasks:
                 return
             reference = _ended(list(open_tasks))

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import ray
@@ -29,10 +30,10 @@ NO_NODES_S = 600.0  # longest time without a node with CPUs; an autoscaler may s
 VISIBILITY_TIMEOUT_S = 30.0  # a shared folder may show a new file with this delay
 
 
-def start_task(layout: WorkerLayout, num_gpus: int, function: Callable[..., Any], *arguments: Any) -> ray.ObjectRef:
+def start_task(layout: WorkerLayout, num_gpus: int, function: FunctionType, *arguments: Any) -> ray.ObjectRef:
     """Start a task with a worker's cores; `result_of` waits for it."""
-    task = ray.remote(num_cpus=layout.num_threads, num_gpus=num_gpus, name=function.__name__)(run_task)
-    return task.remote(software(), function, *arguments)
+    task = ray.remote(num_cpus=layout.num_threads, num_gpus=num_gpus)(run_task)
+    return task.options(name=function.__name__).remote(software(), function, *arguments)
 
 
 def run_task(expected: dict[str, str], function: Callable[..., Any], *arguments: Any) -> Any:
