@@ -134,6 +134,10 @@ def traffic(monkeypatch):
         def __init__(self, task):
             self._task = task
 
+        def options(self, *, name):
+            assert name in ("_encode_part", "_run_task"), "Ray shows what a task does"
+            return Counted(self._task.options(name=name))
+
         def remote(self, *arguments):
             sizes.append(len(cloudpickle.dumps(arguments)))
             return self._task.remote(*arguments)
