@@ -93,7 +93,8 @@ def publish_run(workspace: Workspace, run: RunFolder, policy: PublishPolicy = "i
         say(f"not published: run {run.run_id} was rolled back; {how}")
     else:
         force_publish(workspace, run.run_id)
-        if published is not None and published.settings_hash != run.settings_hash:
+        is_other = published is not None and published.settings_hash != run.settings_hash
+        if published is not None and is_other and published.run_id not in run.ancestor_run_ids:  # not merely edited
             say(f"readers see run {run.run_id} now, and no longer {published.run_id}, which has other settings")
         emit("published", run_id=run.run_id)
 
