@@ -234,9 +234,10 @@ def warn_of_shared_words(night: Night) -> None:
 def earlier_runs(workspace: Workspace, run_id: str) -> list[RunFolder]:
     """The finished runs of the same or an earlier date that a run may build on; the last one is preferred.
 
-    A night of an older date thus sees only older runs. Runs after the newest one of the same settings are left out
-    unless they follow it: another configuration may run every night too. Among runs of one date, a run of the same
-    settings comes last, then the order in which they were finished decides. Runs that were rolled back are left out.
+    A night of an older date thus sees only older runs. If there are runs with the night's own settings, later runs
+    count only if they follow the newest of these: another configuration may run every night too. Among runs of one
+    date, one with the night's settings comes last, otherwise the one that was finished last. Runs that were rolled back
+    do not count.
     """
     run = workspace.run(run_id)
     finished = workspace.finished_runs(run.settings_hash)
@@ -249,7 +250,10 @@ def earlier_runs(workspace: Workspace, run_id: str) -> list[RunFolder]:
 
 
 def _follows(run: RunFolder, earlier: str) -> bool:
-    """Whether a run is built on an earlier one, but not by way of a run of the same date, which runs beside it."""
+    """Whether a run is built on an earlier one, and the run between them that is next to it has a later date.
+
+    Two configurations that run on one date stand side by side, although the second may be built on the first.
+    """
     chain = [run.run_id, *run.ancestor_run_ids]
     return earlier in chain and chain[chain.index(earlier) - 1][:10] > earlier[:10]
 
