@@ -170,7 +170,7 @@ def quality(
 def is_kept(template: PromptTemplate, result: GenerationResult, prompt: np.ndarray) -> bool:
     """Whether a night would keep an answer."""
     try:
-        require_answer(template, result.text, result.token_ids, prompt, result.finish_reason == "length")
+        require_answer(template, result.text, result.token_ids, prompt)
         parse_answer(template, result.text, result.finish_reason == "length")
     except RowError:
         return False
