@@ -50,11 +50,7 @@ _CJK = frozenset({"CJK", "HIRAGANA", "KATAKANA", "HANGUL", "BOPOMOFO", "IDEOGRAP
 
 
 def require_answer(
-    template: PromptTemplate,
-    text: str,
-    token_ids: np.ndarray,
-    prompt_ids: np.ndarray,
-    shown: Shown | None = None,
+    template: PromptTemplate, text: str, token_ids: np.ndarray, prompt_ids: np.ndarray, shown: Shown | None = None
 ) -> None:
     """Raise RowError, `repeats-prompt`, `loops` or `wrong-language`, if a text is not a sound answer.
 

@@ -19,15 +19,9 @@ from laserbatch.pipeline.knowledge.prompts import LAYOUT_VERSION, NO_TITLE, PART
 from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge, TokenIds
 from laserbatch.pipeline.knowledge.templates import PromptTemplate
+from laserbatch.pipeline.planning import postpone
 from laserbatch.pipeline.planning.plan import CARRIED_SHARD, WAITING_SHARD, Shard, SidePlan, write_shard_plan
-from laserbatch.pipeline.planning.postpone import (
-    Refresh,
-    choose,
-    interactions_of,
-    still_failing,
-    without_evidence,
-    write_postponed,
-)
+from laserbatch.pipeline.planning.postpone import Refresh, choose, still_failing
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import sha256_file
 from laserbatch.pipeline.storage.figures import ShardRecord
@@ -135,7 +129,7 @@ def side_routes(router: Router | None, tables: Tables, side: Side) -> Routes:
     entities = tables.entities(side)
     if router is None:
         return Routes.nowhere(entities.num_rows)
-    return router.routes(entities, interactions_of(tables, side))
+    return router.routes(entities, postpone.interactions_of(tables, side))
 
 
 @dataclass(frozen=True)
@@ -214,7 +208,7 @@ def decide_side(
     left_out = np.zeros(len(ids), bool)
     if refresh is not None and questions.side == "user" and refresh.settings.min_interactions:
         left_out = questions.num_events() < refresh.settings.min_interactions
-        excluded = without_evidence(refresh, ids.combine_chunks().filter(pa.array(left_out)))
+        excluded = postpone.without_evidence(refresh, ids.combine_chunks().filter(pa.array(left_out)))
     elif excluded is not None:
         left_out = pc.is_in(ids, value_set=excluded["entity_id"].combine_chunks()).to_numpy()
     compared = _compared(questions, previous, before, left_out, rules.force, on_entities)
@@ -236,16 +230,12 @@ def decide_side(
 
 
 def write_side_plan(
-    decision: SideDecision,
-    questions: SideQuestions,
-    previous: PreviousKnowledge,
-    sharding: Sharding,
-    folder: RunFolder,
+    decision: SideDecision, questions: SideQuestions, previous: PreviousKnowledge, sharding: Sharding, folder: RunFolder
 ) -> tuple[SidePlan, CarryOver]:
     """Write the inputs of a side's shards and the postponed entities; returns the plan, and the carry-over to write."""
     side, rows, postponed, waiting = questions.side, decision.rows, decision.postponed, decision.waiting
     ids = questions.entities[f"{side}_id"]
-    write_postponed(folder, side, postponed)
+    postpone.write_postponed(folder, side, postponed)
     carried, kind = np.sort(decision.carried), id_type(ids.type)
     carry_over = CarryOver(folder, side, previous, kind, carried, waiting, decision.quarantined)
     routes = sharding.routes or Routes.nowhere(len(ids))

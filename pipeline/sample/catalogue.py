@@ -8,17 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from laserbatch.pipeline.sample.lore import (
-    CATEGORY_PATHS,
-    ERAS,
-    FIRST_NAMES,
-    LAST_NAMES,
-    MOODS,
-    PLACES,
-    THEMES,
-    TITLE_PATTERNS,
-    TOP_CATEGORIES,
-)
+from laserbatch.pipeline.sample import lore
+from laserbatch.pipeline.sample.lore import FIRST_NAMES, LAST_NAMES, PLACES, THEMES, TITLE_PATTERNS
 
 SHARE_LATE_ITEMS = 0.06  # share of items that are added during the period
 SHARE_NEW_ITEMS = 0.04  # share of items that are added on the last day
@@ -50,11 +41,11 @@ def make_catalogue(num_items: int, days: int, rng: np.random.Generator) -> Catal
     """Draw a catalogue of `num_items` items, some of which are added on the last of `days` days."""
     num_creators = int(np.clip(num_items // 8, 8, len(FIRST_NAMES) * len(LAST_NAMES)))
     names = rng.permutation(len(FIRST_NAMES) * len(LAST_NAMES))[:num_creators]
-    creator_category = rng.integers(len(CATEGORY_PATHS), size=num_creators)
+    creator_category = rng.integers(len(lore.CATEGORY_PATHS), size=num_creators)
     creator_theme = rng.integers(len(THEMES), size=num_creators)
 
     creator = rng.integers(num_creators, size=num_items)
-    category = _mostly(rng, 0.5, creator_category[creator], len(CATEGORY_PATHS))
+    category = _mostly(rng, 0.5, creator_category[creator], len(lore.CATEGORY_PATHS))
     theme = _mostly(rng, 0.4, creator_theme[creator], len(THEMES))
     undertone = _mostly(rng, SHARE_PLAIN_TITLES, theme, len(THEMES))
     created_day = rng.integers(-300, 1, size=num_items)
@@ -66,11 +57,11 @@ def make_catalogue(num_items: int, days: int, rng: np.random.Generator) -> Catal
     return Catalogue(
         titles=_titles(theme, undertone, rng),
         category=category,
-        top=np.array([TOP_CATEGORIES.index(path[0]) for path in CATEGORY_PATHS])[category],
+        top=np.array([lore.TOP_CATEGORIES.index(path[0]) for path in lore.CATEGORY_PATHS])[category],
         theme=theme,
         undertone=undertone,
-        mood=rng.integers(len(MOODS), size=num_items),
-        era=rng.integers(len(ERAS), size=num_items),
+        mood=rng.integers(len(lore.MOODS), size=num_items),
+        era=rng.integers(len(lore.ERAS), size=num_items),
         creators=[
             f"{FIRST_NAMES[name // len(LAST_NAMES)]} {LAST_NAMES[name % len(LAST_NAMES)]}" for name in names[creator]
         ],

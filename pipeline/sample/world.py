@@ -16,17 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from laserbatch.pipeline.sample import lore
 from laserbatch.pipeline.sample.catalogue import Catalogue, WeightedGroups, make_catalogue
-from laserbatch.pipeline.sample.lore import (
-    ABOUT,
-    AGE_BANDS,
-    CATEGORY_PATHS,
-    ERAS,
-    MOODS,
-    REGIONS,
-    THEMES,
-    TOP_CATEGORIES,
-)
 from laserbatch.pipeline.tables.schema import table_parts, timestamps
 
 LAST_DATE = datetime.date(2025, 3, 1)  # the last day of the period; the future begins after it
@@ -116,10 +107,10 @@ class Users:
 
 def _draw_archetypes(rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Kinds of user: attributes and tastes that tend to come together, each field int[NUM_ARCHETYPES, ...]."""
-    sizes = {"mood": MOODS, "era": ERAS, "region": REGIONS, "age_band": AGE_BANDS}
+    sizes = {"mood": lore.MOODS, "era": lore.ERAS, "region": lore.REGIONS, "age_band": lore.AGE_BANDS}
     kinds = {name: rng.integers(len(values), size=NUM_ARCHETYPES) for name, values in sizes.items()}
-    kinds["category"] = np.stack([rng.permutation(len(TOP_CATEGORIES))[:2] for _ in range(NUM_ARCHETYPES)])
-    kinds["theme"] = np.stack([rng.permutation(len(THEMES))[:3] for _ in range(NUM_ARCHETYPES)])
+    kinds["category"] = np.stack([rng.permutation(len(lore.TOP_CATEGORIES))[:2] for _ in range(NUM_ARCHETYPES)])
+    kinds["theme"] = np.stack([rng.permutation(len(lore.THEMES))[:3] for _ in range(NUM_ARCHETYPES)])
     return kinds
 
 
@@ -141,13 +132,13 @@ def _draw_users(num: int, days: int, archetypes: dict[str, np.ndarray], rng: np.
     created_day = np.where(rng.random(num) < np.where(cold, 0.5, 0.85), early, np.where(cold, late, late * 2 // 3))
     created_day[new] = days - 1
     return Users(
-        category=ranked("category", 0.7, len(TOP_CATEGORIES), 2),
-        theme=ranked("theme", 0.5, len(THEMES), 3),
-        mood=taste("mood", 0.6, len(MOODS)),
-        era=taste("era", 0.6, len(ERAS)),
+        category=ranked("category", 0.7, len(lore.TOP_CATEGORIES), 2),
+        theme=ranked("theme", 0.5, len(lore.THEMES), 3),
+        mood=taste("mood", 0.6, len(lore.MOODS)),
+        era=taste("era", 0.6, len(lore.ERAS)),
         strictness=rng.choice(np.array([-1, 0, 1]), p=[0.25, 0.5, 0.25], size=num),
-        region=taste("region", 0.5, len(REGIONS)),
-        age_band=taste("age_band", 0.5, len(AGE_BANDS)),
+        region=taste("region", 0.5, len(lore.REGIONS)),
+        age_band=taste("age_band", 0.5, len(lore.AGE_BANDS)),
         created_day=created_day,
         cold=cold,
     )
@@ -159,8 +150,8 @@ def _user_table(users: Users, user_ids: pa.Array, first_s: int, rng: np.random.G
     return pa.table(
         {
             "user_id": user_ids,
-            "region": _words(REGIONS, users.region),
-            "age_band": _words(AGE_BANDS, users.age_band),
+            "region": _words(lore.REGIONS, users.region),
+            "age_band": _words(lore.AGE_BANDS, users.age_band),
             "about": _about(users, rng),
             "created_at": timestamps(pa.array(created_s)),
         }
@@ -182,23 +173,23 @@ def _about(users: Users, rng: np.random.Generator) -> pa.Array:
         return _words(texts, np.where(is_stated, indices + 1, 0))
 
     def phrased(what: str, words: tuple[str, ...], indices: np.ndarray, share: float) -> pa.Array:
-        patterns = ABOUT[what]
+        patterns = lore.ABOUT[what]
         phrases = [pattern.format(word) for word in words for pattern in patterns]
         return sentences(phrases, indices * len(patterns) + rng.integers(len(patterns), size=num), share)
 
     def hint(theme: np.ndarray, share: float) -> pa.Array:
-        cues = [cue for kind in THEMES for cue in kind.cues]
-        per_theme = len(THEMES[0].cues)
+        cues = [cue for kind in lore.THEMES for cue in kind.cues]
+        per_theme = len(lore.THEMES[0].cues)
         return sentences(cues, theme * per_theme + rng.integers(per_theme, size=num), share)
 
-    strict = [*ABOUT["strict"], *ABOUT["generous"]]
-    strict_index = np.where(users.strictness > 0, 0, len(ABOUT["strict"])) + rng.integers(2, size=num)
+    strict = [*lore.ABOUT["strict"], *lore.ABOUT["generous"]]
+    strict_index = np.where(users.strictness > 0, 0, len(lore.ABOUT["strict"])) + rng.integers(2, size=num)
     parts = [
         hint(users.theme[:, 0], 1.0),
-        phrased("category", tuple(top.lower() for top in TOP_CATEGORIES), users.category[:, 0], 0.85),
-        phrased("mood", MOODS, users.mood, 0.6),
+        phrased("category", tuple(top.lower() for top in lore.TOP_CATEGORIES), users.category[:, 0], 0.85),
+        phrased("mood", lore.MOODS, users.mood, 0.6),
         hint(users.theme[:, 1], 0.6),
-        phrased("era", ERAS, users.era, 0.4),
+        phrased("era", lore.ERAS, users.era, 0.4),
         sentences(strict, strict_index, np.where(users.strictness == 0, 0.0, 0.7)),
     ]
     return pc.utf8_rtrim_whitespace(pc.binary_join_element_wise(*parts, ""))
@@ -212,15 +203,15 @@ def _ids(prefix: str, numbers: np.ndarray) -> pa.Array:
 def _item_table(catalogue: Catalogue, item_ids: pa.Array, first_s: int, seed: int) -> pa.Table:
     rng = np.random.default_rng([seed, 3])
     seconds = rng.integers(SIGN_UP_S, size=catalogue.num_items)
-    paths = pa.array([list(path) for path in CATEGORY_PATHS], pa.list_(pa.string()))
+    paths = pa.array([list(path) for path in lore.CATEGORY_PATHS], pa.list_(pa.string()))
     return pa.table(
         {
             "item_id": item_ids,
             "title": pa.array(catalogue.titles, pa.string()),
             "category": paths.take(pa.array(catalogue.category)),
             "creator": pa.array(catalogue.creators, pa.string()),
-            "era": _words(ERAS, catalogue.era),
-            "mood": _words(MOODS, catalogue.mood),
+            "era": _words(lore.ERAS, catalogue.era),
+            "mood": _words(lore.MOODS, catalogue.mood),
             "created_at": timestamps(pa.array(first_s + catalogue.created_day * DAY_S + seconds)),
         }
     )
@@ -306,7 +297,7 @@ def _what(
     users: Users, user: np.ndarray, day: np.ndarray, catalogue: Catalogue, days: int, rng: np.random.Generator
 ) -> np.ndarray:
     """Item of each rating, int[n]: from the user's categories and themes, from new items, or from all."""
-    num_tops, num_themes = len(TOP_CATEGORIES), len(THEMES)
+    num_tops, num_themes = len(lore.TOP_CATEGORIES), len(lore.THEMES)
     by_top = WeightedGroups(catalogue.top, catalogue.popularity, num_tops)
     by_theme = WeightedGroups(catalogue.theme, catalogue.popularity, num_themes)
     by_new = WeightedGroups(np.where(catalogue.created_day == days - 1, 0, -1), catalogue.popularity, 1)

@@ -15,19 +15,11 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.tables import schema as sc
 from laserbatch.pipeline.tables.columns import ATTRIBUTE, CREATED, ID, RATING_OF_EVENT, TIME, role_of, schema_findings
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding, Findings, count_faults, unreadable
 from laserbatch.pipeline.tables.layout import name_left_out
 from laserbatch.pipeline.tables.parts import PartFile, typed_parts
-from laserbatch.pipeline.tables.schema import (
-    ID_COLUMNS,
-    REQUIRED_COLUMNS,
-    id_type,
-    is_unnamed,
-    list_table,
-    plain_type,
-    tables_folder,
-)
 from laserbatch.pipeline.tables.times import in_unit, integer_times
 from laserbatch.retrieval_pools.ids import IdCodes
 
@@ -52,10 +44,10 @@ def check_tables(
         is faulty or unknown.
     """
     try:
-        path, findings = tables_folder(path), Findings()
+        path, findings = sc.tables_folder(path), Findings()
     except FaultyTable as error:
         return [error.finding]
-    known_ids = {table: _check_entities(path, table, findings, max_failed_share) for table in ID_COLUMNS}
+    known_ids = {table: _check_entities(path, table, findings, max_failed_share) for table in sc.ID_COLUMNS}
     _check_interactions(path, known_ids, findings, positive_rating, logged_ids)
     return findings.to_list()
 
@@ -83,9 +75,9 @@ class _Part:
 
 def _check_entities(path: Path, table: str, findings: Findings, max_failed_share: float) -> IdCodes | None:
     """Check users or items. Returns their ids, or None if some cannot be read or the files differ in their type."""
-    id_column = ID_COLUMNS[table]
+    id_column = sc.ID_COLUMNS[table]
     parts = list(_open_parts(path, table, findings))
-    kinds = [id_type(part.usable[id_column]) for part in parts if id_column in part.usable]
+    kinds = [sc.id_type(part.usable[id_column]) for part in parts if id_column in part.usable]
     ids_there = IdCodes(kinds[0]) if len(kinds) == len(parts) and len(set(kinds)) == 1 else None
     repeated: list[tuple[Finding, np.ndarray, int, pa.Array]] = []
     for part in parts:
@@ -114,12 +106,12 @@ def _check_interactions(
 ) -> None:  # fmt: skip
     lowest, highest, is_rated = math.inf, -math.inf, True
     sound = {
-        column for table, column in ID_COLUMNS.items()
+        column for table, column in sc.ID_COLUMNS.items()
         if logged_ids and (ids := known_ids[table]) is not None and _are_sound(logged_ids[column], ids)
     }  # fmt: skip
     listed = {  # they may have blanks at the end, say, which an unknown id does not show
         table: f"ids of {table}, such as {', '.join(map(repr, ids.values()[:3].to_pylist()))}"
-        for table, ids in known_ids.items() if ids is not None and ID_COLUMNS[table] not in sound
+        for table, ids in known_ids.items() if ids is not None and sc.ID_COLUMNS[table] not in sound
     }  # fmt: skip
     num_rows = 0
     for part in _open_parts(path, "interactions", findings):
@@ -127,11 +119,11 @@ def _check_interactions(
             num_rows += part.file.metadata.num_rows
             is_rated = "rating" in part.file.schema_arrow.names
         comparable: dict[str, tuple[str, IdCodes]] = {}  # column of interactions -> its entity table and its ids
-        for table, column in ID_COLUMNS.items():
+        for table, column in sc.ID_COLUMNS.items():
             ids_of_table = known_ids[table]
             if ids_of_table is None or column not in part.usable:
                 continue
-            kind = id_type(part.usable[column])
+            kind = sc.id_type(part.usable[column])
             if kind == ids_of_table.kind:
                 comparable[column] = table, ids_of_table
                 continue
@@ -187,7 +179,7 @@ def _check_classes(lowest: float, highest: float, is_rated: bool, positive_ratin
 def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
     """Open a table's files, and add findings about their schemas."""
     try:
-        listing = list_table(path, table)
+        listing = sc.list_table(path, table)
     except FaultyTable as error:
         findings.add(error.finding)
         return
@@ -215,7 +207,7 @@ def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
         if any(fault.kind == "duplicate-column" for fault in faults):
             yield _Part(table, name)
             continue
-        for column in filter(is_unnamed, file.schema_arrow.names if table in ID_COLUMNS else ()):
+        for column in filter(sc.is_unnamed, file.schema_arrow.names if table in sc.ID_COLUMNS else ()):
             found = "the column has no name, like row numbers that pandas writes, and is not read"
             findings.add(
                 Finding("unnamed", table, found, "a name", "name it, or drop it", column, name, is_warning=True)
@@ -241,7 +233,7 @@ class _SeenColumns:
         """Findings about columns and types in which a file differs from the files before it."""
         advice = "write all files of a table with the same columns and types"
         first, columns = self._first = self._first or (name, set(kinds))
-        for column in sorted((kinds.keys() ^ columns).difference(REQUIRED_COLUMNS[self._table])):
+        for column in sorted((kinds.keys() ^ columns).difference(sc.REQUIRED_COLUMNS[self._table])):
             found = f"the column is {'not in' if column in kinds else 'missing, but it is in'} {first}"
             yield Finding("columns-differ", self._table, found, "the same columns", advice, column, name)
         for column, kind in kinds.items():
@@ -255,7 +247,7 @@ def _compared_type(table: str, field: pa.Field) -> str | None:
     """The kind of type that a column must have in all files; None if it agrees with any."""
     if pt.is_null(field.type) or role_of(table, field.name) in (TIME, CREATED):
         return None
-    kind = plain_type(field.type)
+    kind = sc.plain_type(field.type)
     return "numbers" if pt.is_integer(kind) or pt.is_floating(kind) else str(kind)
 
 

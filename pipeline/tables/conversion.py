@@ -10,16 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
+from laserbatch.pipeline.tables import schema as sc
 from laserbatch.pipeline.tables.findings import shown_value
-from laserbatch.pipeline.tables.schema import (
-    EARLIEST_S,
-    LATEST_S,
-    TIMESTAMP_TYPE,
-    UNITS_PER_SECOND,
-    plain_column,
-    widened,
-)
-from laserbatch.pipeline.tables.schema import timestamps as known_times
 from laserbatch.pipeline.tables.times import ZONES_EXPECTED, parse_times
 
 _EXPECTED = {pa.int64(): "an integer below 2**63", pa.float64(): "a number", pa.bool_(): "true or false"}
@@ -30,7 +22,7 @@ _OTHER_ISO = {
     "UTC": "Z", r"\s+([Z+-])": r"\1", r"(:\d{2}),(\d)": r"\1.\2", r"(\.\d{6})\d+": r"\1",
     r"^(\d{4})(\d{2})(\d{2})T(\d{2})(\d{2})(\d{2})": r"\1-\2-\3T\4:\5:\6",
 }  # fmt: skip
-ALL_UNITS = f"{', '.join(UNITS_PER_SECOND)}, iso, or a format like %d/%m/%Y"
+ALL_UNITS = f"{', '.join(sc.UNITS_PER_SECOND)}, iso, or a format like %d/%m/%Y"
 MAX_EXACT = {pa.float16(): 2**11, pa.float32(): 2**24, pa.float64(): 2**53}  # whole numbers that floats hold exactly
 WHOLE_ID = r"^-?(0|[1-9]\d*)$"
 FLOAT_ID = r"^-?(0|[1-9]\d*)\.0+$"  # as pandas writes whole numbers in a column with nulls
@@ -49,7 +41,7 @@ class ConversionFault(Exception):
 
 def to_type(column: pa.Array, kind: pa.DataType, expected: str | None = None) -> pa.Array:
     """The column as int64, float64, bool or string. Text to convert is trimmed. Raises ConversionFault for "12a"."""
-    column = widened(plain_column(column), kind)  # pandas writes a missing integer as NaN, which is null here
+    column = sc.widened(sc.plain_column(column), kind)  # pandas writes a missing integer as NaN, which is null here
     if column.type == kind:
         return column
     trimmed = pc.utf8_trim_whitespace(column) if column.type == pa.string() else column
@@ -70,7 +62,7 @@ def whole_numbers(column: pa.Array, advice: str = "export larger ids as text") -
 
     `advice`: what to do about larger ids.
     """
-    column = plain_column(column)
+    column = sc.plain_column(column)
 
     def convert(values: pa.Array) -> pa.Array:
         whole = values.cast(pa.int64())
@@ -115,10 +107,10 @@ def to_time(column: pa.Array, unit: str) -> pa.Array:
     Timestamps and dates are taken as they are; numbers, and text that holds numbers, count `unit`s ("s", "ms", "us",
     "ns") since 1970; "iso" is text like 2024-05-31T23:59:00Z (no zone: UTC); any other `unit` is a strptime format.
     """
-    column = plain_column(column)
+    column = sc.plain_column(column)
     if pt.is_timestamp(column.type) or pt.is_date(column.type):
-        return _each(column, column, known_times, "a time that 64 bits of microseconds hold")
-    if unit in UNITS_PER_SECOND:
+        return _each(column, column, sc.timestamps, "a time that 64 bits of microseconds hold")
+    if unit in sc.UNITS_PER_SECOND:
         expected = f"a time between 1900 and 2200 in {unit} since 1970, or another `unit`: {ALL_UNITS}"
         has_fractions = not pt.is_integer(column.type)
         if column.type == pa.string():  # 1.71561E+12 and the like: a spreadsheet keeps six digits; programs write e+
@@ -143,12 +135,12 @@ def refuse(column: pa.Array, is_faulty: pa.Array, expected: str) -> None:
 
 
 def _from_epoch(values: pa.Array, unit: str) -> pa.Array:
-    seconds = pc.divide(values.cast(pa.float64(), safe=False), float(UNITS_PER_SECOND[unit]))
-    if pc.any(pc.or_(pc.less(seconds, EARLIEST_S), pc.greater(seconds, LATEST_S))).as_py():
+    seconds = pc.divide(values.cast(pa.float64(), safe=False), float(sc.UNITS_PER_SECOND[unit]))
+    if pc.any(pc.or_(pc.less(seconds, sc.EARLIEST_S), pc.greater(seconds, sc.LATEST_S))).as_py():
         raise pa.ArrowInvalid("out of range")
     if pt.is_floating(values.type):
-        return pc.round(pc.multiply(values, 1e6 / UNITS_PER_SECOND[unit])).cast(pa.int64()).cast(TIMESTAMP_TYPE)
-    return values.cast(pa.timestamp(unit, tz="UTC")).cast(TIMESTAMP_TYPE, safe=unit != "ns")
+        return pc.round(pc.multiply(values, 1e6 / sc.UNITS_PER_SECOND[unit])).cast(pa.int64()).cast(sc.TIMESTAMP_TYPE)
+    return values.cast(pa.timestamp(unit, tz="UTC")).cast(sc.TIMESTAMP_TYPE, safe=unit != "ns")
 
 
 def _from_iso(values: pa.Array) -> pa.Array:
@@ -162,9 +154,9 @@ def _from_iso(values: pa.Array) -> pa.Array:
 
 def _from_arrow_iso(values: pa.Array) -> pa.Array:
     has_zone = pc.match_substring_regex(values, _ZONE_PATTERN)
-    zoned = pc.if_else(has_zone, values, NO_TEXT).cast(TIMESTAMP_TYPE)
+    zoned = pc.if_else(has_zone, values, NO_TEXT).cast(sc.TIMESTAMP_TYPE)
     local = pc.if_else(has_zone, NO_TEXT, values).cast(pa.timestamp("us"))
-    return pc.coalesce(zoned, local.cast(TIMESTAMP_TYPE))
+    return pc.coalesce(zoned, local.cast(sc.TIMESTAMP_TYPE))
 
 
 def _each(column: pa.Array, original: pa.Array, convert: Callable[[pa.Array], pa.Array], expected: str) -> pa.Array:

@@ -14,24 +14,12 @@ import pyarrow.compute as pc
 import yaml
 
 from laserbatch.pipeline.errors import TableError, first_line
+from laserbatch.pipeline.tables import guessed_columns as guesses
+from laserbatch.pipeline.tables import schema as sc
 from laserbatch.pipeline.tables.columns import ATTRIBUTE
-from laserbatch.pipeline.tables.guessed_columns import (
-    NUM_ROWS,
-    TIME,
-    TITLE,
-    Guess,
-    Join,
-    SourceTable,
-    TimeGuess,
-    guess_event,
-    guess_join,
-    guess_rating,
-    guess_time,
-    guess_title,
-)
+from laserbatch.pipeline.tables.guessed_columns import Guess, Join, SourceTable, TimeGuess
 from laserbatch.pipeline.tables.layout import is_parquet, is_parquet_or_csv, list_pattern, name_left_out
 from laserbatch.pipeline.tables.personal import personal_columns
-from laserbatch.pipeline.tables.schema import CREATED_AT, ID_COLUMNS, is_unnamed
 from laserbatch.pipeline.tables.settings import SourceFiles
 from laserbatch.pipeline.tables.source import read_source
 
@@ -153,7 +141,8 @@ def _with_decimal_commas(head: pa.Table) -> list[str]:
     """The columns of numbers such as 4,5 or 12; none if any column has 4.5. 1,234 alone may mean a thousand."""
     names = []
     for name in head.column_names:
-        values = [value.strip() for value in head[name].slice(0, NUM_ROWS).to_pylist() if value and value.strip()]
+        texts = head[name].slice(0, guesses.NUM_ROWS).to_pylist()
+        values = [text.strip() for text in texts if text and text.strip()]
         if any(re.fullmatch(r"[+-]?\d+\.\d+", value) for value in values):
             return []
         is_number = all(re.fullmatch(r"[+-]?\d+(,\d+)?", value) for value in values)
@@ -165,7 +154,7 @@ def _with_decimal_commas(head: pa.Table) -> list[str]:
 def _numeric_names(head: pa.Table) -> list[str]:
     """Names of columns that are numbers, as the values below them are."""
     named = [name for name in head.column_names if re.fullmatch(NUMBER, name)]
-    columns = head.select(named).slice(0, NUM_ROWS).to_pydict()
+    columns = head.select(named).slice(0, guesses.NUM_ROWS).to_pydict()
     return [name for name, values in columns.items() if all(re.fullmatch(NUMBER, value or "") for value in values)]
 
 
@@ -203,10 +192,10 @@ def guess_mapping(sources: list[SourceTable]) -> GuessedMapping:
     of_user = Join(Guess(user_columns[0], "by its name"), Guess(None, ""))
     if users is not None:
         names = dict.fromkeys([*users.named(USER_ID), *users.named(r"id$")])
-        of_user = guess_join(log, user_columns, users, list(names))
+        of_user = guesses.guess_join(log, user_columns, users, list(names))
         _add_entities(guessed, "users", users, {"id": of_user.id})
-    of_item = guess_join(log, log.named(item_ids, {of_user.of_log.value}), items, items.named(item_ids))
-    title = guess_title(items, {of_item.id.value})
+    of_item = guesses.guess_join(log, log.named(item_ids, {of_user.of_log.value}), items, items.named(item_ids))
+    title = guesses.guess_title(items, {of_item.id.value})
     _add_entities(guessed, "items", items, {"id": of_item.id, "title": title})
     _add_log(guessed, log, of_user, of_item)
     for side, join, entities in (("user", of_user, users), ("item", of_item, items)):
@@ -229,10 +218,10 @@ def _names_of_item_ids(sources: list[SourceTable]) -> str:
     """A pattern for names of item ids: the usual names, and the names of id columns in files with titles."""
     logged = {name for source in sources if source.named(USER_ID) for name in source.head.column_names}
     item_ids = set()
-    for source in (source for source in sources if source.named(TITLE) and not source.named(USER_ID)):
+    for source in (source for source in sources if source.named(guesses.TITLE) and not source.named(USER_ID)):
         usual = [*filter(source.is_id, source.named(ITEM_ID))]  # not `videos` of Amazon, which is a list
         names = usual or [*source.named(SOME_ID), *logged.intersection(source.head.column_names)]
-        item_ids.update(name for name in names if source.is_id(name) and name not in source.named(TITLE))
+        item_ids.update(name for name in names if source.is_id(name) and name not in source.named(guesses.TITLE))
     return "|".join([ITEM_ID, *(f"^{re.escape(name)}$" for name in sorted(item_ids))])
 
 
@@ -240,14 +229,14 @@ def _files(sources: list[SourceTable], item_ids: str) -> tuple[SourceTable, Sour
     """The files of interactions, of items, and of users; the last is None if no file has users."""
 
     def has_time(source: SourceTable) -> bool:
-        return guess_time(source, [*source.named(USER_ID), *source.named(item_ids)]).column.value is not None
+        return guesses.guess_time(source, [*source.named(USER_ID), *source.named(item_ids)]).column.value is not None
 
     logs = [source for source in sources if source.named(USER_ID) and source.named(item_ids)]
-    logs = [source for source in logs if source.named(TIME) or has_time(source)]
+    logs = [source for source in logs if source.named(guesses.TIME) or has_time(source)]
     # A table of users has each id once.
     log = max(logs, key=lambda source: (has_time(source), not source.is_id(source.named(USER_ID)[0])), default=None)
     rest = [source for source in sources if source is not log]
-    titled = [source for source in rest if source.named(TITLE)]
+    titled = [source for source in rest if source.named(guesses.TITLE)]
     with_ids = [source for source in titled if source.named(item_ids)]
     items = next(iter([*with_ids, *(source for source in titled if not source.named(USER_ID))]), None)
     if log is None or items is None:
@@ -267,23 +256,23 @@ def _add_entities(guessed: GuessedMapping, table: str, source: SourceTable, colu
     part = _add_part(guessed, table, source, columns)
     used = {guess.value for guess in columns.values()}
     names = [name for name in source.head.column_names if name not in used]
-    created = [CREATED_AT] * (CREATED_AT in names) or [name for name in source.named(CREATED) if name in names]
+    created = [sc.CREATED_AT] * (sc.CREATED_AT in names) or [name for name in source.named(CREATED) if name in names]
     for name in created[:1]:
-        time = guess_time(replace(source, head=source.head.select([name])), ())
-        if name == CREATED_AT or time.column.value is not None:
-            _add_time(guessed, (table, CREATED_AT), time)
+        time = guesses.guess_time(replace(source, head=source.head.select([name])), ())
+        if name == sc.CREATED_AT or time.column.value is not None:
+            _add_time(guessed, (table, sc.CREATED_AT), time)
             names.remove(name)
     left_out = {
         name: f"of type {source.head[name].type}, not {ATTRIBUTE.expected}"
         for name in names if not ATTRIBUTE.accepts(source.head[name].type)
     }  # fmt: skip
-    left_out |= dict.fromkeys(filter(is_unnamed, names), "it has no name, like row numbers that pandas writes")
+    left_out |= dict.fromkeys(filter(sc.is_unnamed, names), "it has no name, like row numbers that pandas writes")
     usable = [name for name in names if name not in left_out]
     personal = personal_columns(source.head, "user" if table == "users" else "item", usable)
     left_out |= {name: f"looks like {looks_like}" for name, looks_like in personal.items()}
     guessed.left_out[table] = left_out
     part["attributes"] = {}
-    own = {ID_COLUMNS[table], *(["title"] if table == "items" else [])}  # names that an attribute cannot have
+    own = {sc.ID_COLUMNS[table], *(["title"] if table == "items" else [])}  # names that an attribute cannot have
     for name in (name for name in names if name not in left_out):
         key = f"source_{name}" if name in own else name
         part["attributes"][key] = name
@@ -300,12 +289,12 @@ def _add_entities(guessed: GuessedMapping, table: str, source: SourceTable, colu
 def _add_log(guessed: GuessedMapping, log: SourceTable, of_user: Join, of_item: Join) -> None:
     part = _add_part(guessed, "interactions", log, {"user_id": of_user.of_log, "item_id": of_item.of_log})
     used = [of_user.of_log.value, of_item.of_log.value]
-    time = guess_time(log, used)
+    time = guesses.guess_time(log, used)
     _add_time(guessed, ("interactions", "timestamp"), time)
     part["drop_unknown"] = True
     guessed.reasons["interactions", "drop_unknown"] = "rows of users or items in no table are left out and counted"
     used.append(time.column.value)
-    for name, guess_label in (("rating", guess_rating), ("event", guess_event)):
+    for name, guess_label in (("rating", guesses.guess_rating), ("event", guesses.guess_event)):
         guess = guess_label(log, used)
         if guess is not None:
             part[name] = guess.value

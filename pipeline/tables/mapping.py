@@ -16,20 +16,13 @@ import pyarrow.compute as pc
 
 from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, write_parquet
+from laserbatch.pipeline.tables import settings
 from laserbatch.pipeline.tables.columns import blank
 from laserbatch.pipeline.tables.conversion import FLOAT_ID, WHOLE_ID
 from laserbatch.pipeline.tables.database import query_record
 from laserbatch.pipeline.tables.layout import name_left_out, unnamed_files
 from laserbatch.pipeline.tables.schema import CREATED_AT, ID_COLUMNS, is_unnamed, plain_column, widened
-from laserbatch.pipeline.tables.settings import (
-    EntityMapping,
-    ImportMapping,
-    InteractionMapping,
-    ItemMapping,
-    SourceColumn,
-    SourceFiles,
-    SourceTime,
-)
+from laserbatch.pipeline.tables.settings import EntityMapping, ImportMapping, InteractionMapping, SourceFiles
 from laserbatch.pipeline.tables.source import SourceBatch, list_source, read_source
 from laserbatch.pipeline.tables.times import NAMES, other_reading, shown_span, unit_of
 from laserbatch.pipeline.validation import nearest, read_yaml, validated
@@ -152,7 +145,7 @@ class _Import:
         form["ids"] += len(distinct)
         return ids
 
-    def times_of(self, batch: SourceBatch, table: str, source: SourceTime) -> pa.Array:
+    def times_of(self, batch: SourceBatch, table: str, source: settings.SourceTime) -> pa.Array:
         """The times of a batch. Without a given unit, the first batch decides the unit of all numbers in the column."""
         name, span = source.column, batch.numbers(source.column)
         if span is None:
@@ -222,7 +215,7 @@ class _Import:
         id_column = ID_COLUMNS[table]
         columns = {id_column: self.ids_of(batch, id_column, mapping.id)}
         used = {mapping.id, mapping.created_at and mapping.created_at.column}
-        if isinstance(mapping, ItemMapping):
+        if isinstance(mapping, settings.ItemMapping):
             columns["title"] = batch.typed(mapping.title, pa.string())
             used.add(mapping.title)
         attributes = mapping.attributes
@@ -233,7 +226,7 @@ class _Import:
                     f"table {table}: the column {name!r} has no real name, like row numbers that pandas writes or the "
                     "end of lines with a last delimiter, and is left out; list it under `attributes` to keep it"
                 )
-            attributes = {name: SourceColumn(column=name) for name in others if not is_unnamed(name)}
+            attributes = {name: settings.SourceColumn(column=name) for name in others if not is_unnamed(name)}
         for name, source in attributes.items():
             if name in columns or name == CREATED_AT:
                 advice = "name the `attributes` that you want" if mapping.attributes is None else "name it otherwise"

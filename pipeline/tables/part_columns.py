@@ -11,15 +11,7 @@ import pyarrow.parquet as pq
 import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError
-from laserbatch.pipeline.tables.columns import (
-    ATTRIBUTE,
-    CREATED,
-    IN_RANGE,
-    TIME,
-    out_of_range,
-    role_of,
-    schema_findings,
-)
+from laserbatch.pipeline.tables import columns as roles
 from laserbatch.pipeline.tables.fetched import shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding, Findings, unreadable
 from laserbatch.pipeline.tables.parts import BATCH_ROWS, TablePart
@@ -69,7 +61,7 @@ def open_parts(path: Path, table: str, note: Callable[[Finding], object] = lambd
         with naming_file(table, part.path), part.open() as file:
             parts.append(OpenPart(part, file.metadata, file.schema_arrow, units))
             files.append(file)
-            for finding in schema_findings(table, shown_path(part.path), file.schema_arrow):
+            for finding in roles.schema_findings(table, shown_path(part.path), file.schema_arrow):
                 raise FaultyTable(finding)
     units |= require_units(table, files, note)
     return parts
@@ -96,9 +88,9 @@ def require_times(table: str, part: OpenPart, column: str, values: pa.ChunkedArr
     if pt.is_null(values.type):
         return
     ends = pc.min_max(values)
-    if pc.any(out_of_range(pa.array([ends["min"], ends["max"]], values.type))).as_py():
+    if pc.any(roles.out_of_range(pa.array([ends["min"], ends["max"]], values.type))).as_py():
         findings, of_file = Findings(), replace(part, mask=None).read([column])[column]
-        for rule in IN_RANGE:
+        for rule in roles.IN_RANGE:
             rule.check(table, column, shown_path(part.file.path), 0, of_file.combine_chunks(), findings)
         raise FaultyTable(findings.to_list()[0])
 
@@ -120,8 +112,8 @@ def _read_part(part: OpenPart, table: str, names: Sequence[str]) -> pa.Table:
     with naming_file(table, part.file.path):
         columns = part.read(names)
         for name, values in columns.items():
-            role = role_of(table, name) or ATTRIBUTE
-            if role in (TIME, CREATED):
+            role = roles.role_of(table, name) or roles.ATTRIBUTE
+            if role in (roles.TIME, roles.CREATED):
                 require_times(table, part, name, values)
             columns[name] = role.plain(values)
     return pa.table(columns)
@@ -165,7 +157,7 @@ def read_table(path: Path, name: str, cutoff: pa.Scalar | None, files: MappedFil
     """
     parts = [_cut(part, name, cutoff) for part in open_parts(path, name)]
     columns = {}
-    for block in _blocks(parts, names_in(parts, lambda column: role_of(name, column) is not None)):
+    for block in _blocks(parts, names_in(parts, lambda column: roles.role_of(name, column) is not None)):
         values = _in_one_chunk(read_columns(parts, name, block))
         values = values if files is None else files.table(values)
         columns |= dict(zip(block, values.columns, strict=True))

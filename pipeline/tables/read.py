@@ -20,42 +20,14 @@ import pyarrow.types as pt
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import sha256_file
+from laserbatch.pipeline.tables import log as logs
+from laserbatch.pipeline.tables import part_columns
+from laserbatch.pipeline.tables import schema as sc
 from laserbatch.pipeline.tables.columns import EVENT, ID, TIME, role_of
 from laserbatch.pipeline.tables.database import QUERY_KEY
-from laserbatch.pipeline.tables.log import (
-    StoredLog,
-    alike,
-    codes_of,
-    equal_to_earlier,
-    exact_copies,
-    in_order,
-    only_chunk,
-)
-from laserbatch.pipeline.tables.part_columns import (
-    OpenPart,
-    files_alike,
-    names_in,
-    naming_file,
-    open_parts,
-    read_columns,
-    read_table,
-    require_times,
-)
+from laserbatch.pipeline.tables.part_columns import OpenPart, names_in, naming_file, open_parts
 from laserbatch.pipeline.tables.personal import personal_data
-from laserbatch.pipeline.tables.schema import (
-    ID_COLUMNS,
-    REQUIRED_COLUMNS,
-    TABLE_NAMES,
-    TIMESTAMP_TYPE,
-    id_type,
-    plain_column,
-    plain_ids,
-    plain_type,
-    table_parts,
-    tables_folder,
-    time_scalar,
-    widened,
-)
+from laserbatch.pipeline.tables.schema import id_type
 from laserbatch.retrieval_pools.ids import rows_among
 from laserbatch.retrieval_pools.mapped import MappedFiles
 
@@ -86,22 +58,19 @@ class Tables:
         """
         if side not in self._coded:
             ids = self.interactions[f"{side}_id"]
-            ids = only_chunk(ids if pt.is_dictionary(ids.type) else ids.dictionary_encode())
+            ids = logs.only_chunk(ids if pt.is_dictionary(ids.type) else ids.dictionary_encode())
             known = self.entities(side)[f"{side}_id"]
             kinds = id_type(ids.dictionary.type), id_type(known.type)
             if kinds[0] != kinds[1] and len(ids) and len(known):  # checks refuse such tables
                 found = f"ids of type {kinds[0]}, but {side}s.{side}_id has type {kinds[1]}"
                 raise TableError(f"interactions.{side}_id has {found}; write both in one type")
             rows = rows_among(ids.dictionary, known).astype(np.int32)
-            self._coded[side] = codes_of(ids), np.append(rows, np.int32(-1))
+            self._coded[side] = logs.codes_of(ids), np.append(rows, np.int32(-1))
         return self._coded[side]
 
 
 def read_tables(
-    path: Path | str,
-    as_of: datetime.date | None = None,
-    scratch: Path | None = None,
-    keep_duplicates: bool = False,
+    path: Path | str, as_of: datetime.date | None = None, scratch: Path | None = None, keep_duplicates: bool = False
 ) -> Tables:
     """Read the tables of a folder as known at the end of the day `as_of` (UTC); None: all rows.
 
@@ -111,9 +80,9 @@ def read_tables(
     files in the folder `scratch`; None: in memory. Raises TableError if a table or column is missing, has a wrong type,
     or its file cannot be read.
     """
-    path, cutoff = tables_folder(path), None if as_of is None else end_of_day(as_of)
+    path, cutoff = sc.tables_folder(path), None if as_of is None else end_of_day(as_of)
     files = MappedFiles(scratch)
-    users, items = (read_table(path, table, cutoff, files) for table in ("users", "items"))
+    users, items = (part_columns.read_table(path, table, cutoff, files) for table in ("users", "items"))
     log, logged_ids = _read_log(path, cutoff, files)
     # The log may have entities that left the tables, or interactions before their entity's own created_at.
     is_known = {}
@@ -123,8 +92,8 @@ def read_tables(
             is_known[name] = np.append(rows_among(ids, known) >= 0, False)
     num_left = num_copies = 0
     rows = log.rows()
-    for block in in_order(rows, MappedFiles(scratch)):
-        is_left = np.ones(len(block["timestamp"]), bool) if keep_duplicates else ~exact_copies(block)
+    for block in logs.in_order(rows, MappedFiles(scratch)):
+        is_left = np.ones(len(block["timestamp"]), bool) if keep_duplicates else ~logs.exact_copies(block)
         num_copies += int(np.count_nonzero(~is_left))
         for name, of_codes in is_known.items():
             is_left &= of_codes[block[name]]
@@ -140,7 +109,7 @@ def read_tables(
 def end_of_day(date: datetime.date) -> pa.Scalar:
     """The moment at which a day (UTC) ends."""
     midnight = datetime.datetime.combine(date, datetime.time(), datetime.UTC)
-    return pa.scalar(midnight + datetime.timedelta(days=1), TIMESTAMP_TYPE)
+    return pa.scalar(midnight + datetime.timedelta(days=1), sc.TIMESTAMP_TYPE)
 
 
 def warn_of_copies(num_copies: int, num_rows: int) -> None:
@@ -156,11 +125,11 @@ def find_exact_copies(path: Path | str, columns: Collection[str] = ()) -> np.nda
 
     Rows are compared in the columns that `read_tables` reads and in the other columns `columns`.
     """
-    path, memory = tables_folder(path), MappedFiles(None)
+    path, memory = sc.tables_folder(path), MappedFiles(None)
     log, _ = _read_log(path, None, memory, is_numbered=True)
     run_of, num_before = np.full(log.num_rows, -1), 0  # row -> run of rows with the same moment, user and item
-    for block in in_order(log.rows(), memory):
-        places, run_of_place = alike(block)
+    for block in logs.in_order(log.rows(), memory):
+        places, run_of_place = logs.alike(block)
         run_of[block["row"][places]] = num_before + run_of_place
         num_before += len(block["row"])
     is_copy = run_of >= 0
@@ -170,43 +139,43 @@ def find_exact_copies(path: Path | str, columns: Collection[str] = ()) -> np.nda
             rows = slice(first_row, first_row := first_row + part.metadata.num_rows)
             parts.append(replace(part, mask=pa.array(is_copy[rows])))
         for name in names_in(parts, lambda name: name in ("event", "rating", *columns)):
-            values = read_columns(parts, "interactions", [name])[name].combine_chunks()
+            values = part_columns.read_columns(parts, "interactions", [name])[name].combine_chunks()
             values = values.dictionary_decode() if pt.is_dictionary(values.type) else values
             if pt.is_nested(values.type):
                 values = pa.array(map(repr, values.to_pylist()))
             keys.append(values.dictionary_encode(null_encoding="encode").indices.to_numpy())
-        is_copy[is_copy] = equal_to_earlier(keys)
+        is_copy[is_copy] = logs.equal_to_earlier(keys)
     return is_copy
 
 
 def _read_log(
     path: Path, cutoff: pa.Scalar | None, files: MappedFiles, is_numbered: bool = False
-) -> tuple[StoredLog, dict[str, pa.ChunkedArray]]:
+) -> tuple[logs.StoredLog, dict[str, pa.ChunkedArray]]:
     """The interactions before a moment, in file order and with sorted id codes, and the result of `sort_ids`.
 
     The columns are those with a role; if `is_numbered`, the required ones and `row`, the row number from 0.
     """
     parts = open_parts(path, "interactions")
-    required = REQUIRED_COLUMNS["interactions"]
+    required = sc.REQUIRED_COLUMNS["interactions"]
     names = names_in(parts, lambda name: name in required if is_numbered else role_of("interactions", name) is not None)
     kinds = log_kinds(parts, names) | ({"row": pa.int64()} if is_numbered else {})
-    log = StoredLog(kinds, sum(part.metadata.num_rows for part in parts), files)
+    log = logs.StoredLog(kinds, sum(part.metadata.num_rows for part in parts), files)
     for part in parts:
         with naming_file("interactions", part.file.path):
             _append(log, part, kinds, cutoff)
     return log, log.sort_ids()
 
 
-def _append(log: StoredLog, part: OpenPart, kinds: dict[str, pa.DataType], cutoff: pa.Scalar | None) -> None:
+def _append(log: logs.StoredLog, part: OpenPart, kinds: dict[str, pa.DataType], cutoff: pa.Scalar | None) -> None:
     for columns in part.batches(kinds):
         times = columns["timestamp"]
-        require_times("interactions", part, "timestamp", times)
+        part_columns.require_times("interactions", part, "timestamp", times)
         columns["row"] = pa.array(np.arange(log.num_rows, log.num_rows + len(times)))
         if cutoff is not None:
-            is_read = pc.fill_null(pc.less(times, time_scalar(cutoff, times.type)), False)
+            is_read = pc.fill_null(pc.less(times, sc.time_scalar(cutoff, times.type)), False)
             if not pc.all(is_read, min_count=0).as_py():
-                for name in ID_COLUMNS.values():
-                    log.see(name, plain_ids(columns[name].filter(pc.invert(is_read))))
+                for name in sc.ID_COLUMNS.values():
+                    log.see(name, sc.plain_ids(columns[name].filter(pc.invert(is_read))))
                 columns = {name: values.filter(is_read) for name, values in columns.items()}
         log.append({name: in_log(columns, name, kind) for name, kind in kinds.items()})
 
@@ -216,7 +185,7 @@ def log_kinds(parts: Sequence[OpenPart], names: Collection[str]) -> dict[str, pa
     schemas = [
         pa.schema([(field.name, _plain_kind(field)) for field in part.schema if field.name in names]) for part in parts
     ]
-    with files_alike("interactions"):
+    with part_columns.files_alike("interactions"):
         schema = pa.unify_schemas(schemas, promote_options="permissive")
     return {name: schema.field(name).type for name in names}
 
@@ -225,7 +194,7 @@ def _plain_kind(field: pa.Field) -> pa.DataType:
     if pt.is_null(field.type):
         return field.type
     role = role_of("interactions", field.name)
-    kind = id_type(field.type) if role is ID else TIMESTAMP_TYPE if role is TIME else plain_type(field.type)
+    kind = id_type(field.type) if role is ID else sc.TIMESTAMP_TYPE if role is TIME else sc.plain_type(field.type)
     assert kind is not None  # otherwise the schema was refused
     return kind
 
@@ -235,9 +204,9 @@ def in_log(columns: dict[str, pa.Array], name: str, kind: pa.DataType) -> pa.Arr
     if name not in columns:
         return pa.nulls(len(columns["timestamp"]), kind)
     role = role_of("interactions", name)
-    values = plain_column(columns[name]) if role is None or role is EVENT else role.plain(columns[name])
-    with files_alike("interactions"):
-        return widened(values, kind).cast(kind)
+    values = sc.plain_column(columns[name]) if role is None or role is EVENT else role.plain(columns[name])
+    with part_columns.files_alike("interactions"):
+        return sc.widened(values, kind).cast(kind)
 
 
 def describe(path: Path | str) -> dict[str, dict]:
@@ -246,9 +215,9 @@ def describe(path: Path | str) -> dict[str, dict]:
     The hash of a file is that of its contents; the hash of a folder covers the names of its files and their hashes. A
     table that an import made from a query also has `database` and `query_sha256`.
     """
-    path, described = tables_folder(path), {}
-    for name in TABLE_NAMES:
-        parts = table_parts(path, name)
+    path, described = sc.tables_folder(path), {}
+    for name in sc.TABLE_NAMES:
+        parts = sc.table_parts(path, name)
         num_rows, record = 0, {}
         for part in parts:
             with naming_file(name, part.path):

@@ -14,19 +14,9 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError, first_line
+from laserbatch.pipeline.tables import conversion
 from laserbatch.pipeline.tables.columns import ATTRIBUTE, ID
-from laserbatch.pipeline.tables.conversion import (
-    DECIMAL_COMMA,
-    NO_TEXT,
-    ConversionFault,
-    to_path,
-    to_time,
-    to_type,
-    uncut,
-    whole_numbers,
-    whole_texts,
-    with_points,
-)
+from laserbatch.pipeline.tables.conversion import DECIMAL_COMMA, ConversionFault, to_path, to_time, to_type
 from laserbatch.pipeline.tables.csv_files import csv_fault, read_csv
 from laserbatch.pipeline.tables.database import is_server, query_rows, shown_database
 from laserbatch.pipeline.tables.fetched import shown_path
@@ -75,7 +65,7 @@ class SourceBatch:
         is_float = pt.is_floating(stored) or pt.is_decimal(stored)  # pandas makes floats if one is null
         if is_float and not (is_long and target == "string"):
             advice = (larger,) if is_long else ()
-            whole = self._converted(name, lambda values: whole_numbers(values, *advice))
+            whole = self._converted(name, lambda values: conversion.whole_numbers(values, *advice))
             return whole.cast(pa.string()) if target == "string" else whole
         kind = _TYPES[target] if target != "keep" else id_type(column.type)
         if kind is None:
@@ -87,9 +77,9 @@ class SourceBatch:
         def convert(values: pa.Array) -> pa.Array:
             values = plain_column(values)
             if values.type == pa.string():
-                values = uncut(values)
+                values = conversion.uncut(values)
                 values = pc.utf8_trim_whitespace(values) if kind == pa.int64() else values
-                values = whole_texts(values) if is_whole or kind == pa.int64() else values
+                values = conversion.whole_texts(values) if is_whole or kind == pa.int64() else values
             return to_type(values, kind, f"an integer below 2**63; {larger}" if kind == pa.int64() else None)
 
         return self._converted(name, convert)
@@ -111,7 +101,7 @@ class SourceBatch:
             if source.null_values or source.words:
                 codes, words, nulls = list(source.words), list(source.words.values()), source.null_values
                 values = pc.utf8_trim_whitespace(to_type(values, pa.string()))
-                values = pc.if_else(pc.is_in(values, pa.array(nulls, pa.string())), NO_TEXT, values)
+                values = pc.if_else(pc.is_in(values, pa.array(nulls, pa.string())), conversion.NO_TEXT, values)
                 indices = pc.index_in(values, pa.array(codes, pa.string()))
                 values = pc.coalesce(pa.array(words, pa.string()).take(indices), values)
             return to_path(values, source.separator) if source.separator is not None else self._typed(values, kind)
@@ -120,7 +110,7 @@ class SourceBatch:
 
     def _typed(self, values: pa.Array, kind: pa.DataType) -> pa.Array:
         has_commas = self.decimal == "," and kind == pa.float64() and plain_type(values.type) == pa.string()
-        return to_type(with_points(plain_column(values)) if has_commas else values, kind)
+        return to_type(conversion.with_points(plain_column(values)) if has_commas else values, kind)
 
     def _flagged(self, words: dict[str, str]) -> pa.Array:
         """The words of the flag columns that hold 1 in each row, as list<string>."""

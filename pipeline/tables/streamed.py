@@ -11,30 +11,15 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError
+from laserbatch.pipeline.tables import part_columns
+from laserbatch.pipeline.tables import schema as sc
 from laserbatch.pipeline.tables.columns import ID, out_of_range, role_of, schema_findings
 from laserbatch.pipeline.tables.conversion import ConversionFault, refuse, to_time
 from laserbatch.pipeline.tables.fetched import shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding, Findings
 from laserbatch.pipeline.tables.layout import list_folder, name_left_out
-from laserbatch.pipeline.tables.part_columns import (
-    OpenPart,
-    names_in,
-    naming_file,
-    open_parts,
-    read_table,
-    require_times,
-)
 from laserbatch.pipeline.tables.parts import BATCH_ROWS, TablePart, typed_parts
 from laserbatch.pipeline.tables.read import find_exact_copies, in_log, log_kinds, warn_of_copies
-from laserbatch.pipeline.tables.schema import (
-    ID_COLUMNS,
-    REQUIRED_COLUMNS,
-    TABLE_NAMES,
-    list_table,
-    plain_column,
-    table_parts,
-    tables_folder,
-)
 from laserbatch.pipeline.tables.times import require_units
 
 logger = logging.getLogger(__name__)
@@ -45,7 +30,7 @@ class OpenInteractions:
     """Interactions of a folder, streamed from their files, without exact copies unless `keeps_duplicates`."""
 
     folder: Path
-    parts: list[OpenPart]
+    parts: list[part_columns.OpenPart]
     keeps_duplicates: bool
     copies: dict[tuple[str, ...], np.ndarray] = field(default_factory=dict)  # extra columns compared -> bool[n]
 
@@ -53,7 +38,7 @@ class OpenInteractions:
     def schema(self) -> pa.Schema:
         """The columns of all files, each with the type in the first file that has it."""
         fields = {field.name: field for part in reversed(self.parts) for field in part.schema}
-        return pa.schema([fields[name] for name in names_in(self.parts, lambda name: True)])
+        return pa.schema([fields[name] for name in part_columns.names_in(self.parts, lambda name: True)])
 
     def plain_schema(self, columns: Collection[str]) -> pa.Schema:
         """The types of columns in `to_batches`. Raises TableError if the files differ in one."""
@@ -70,9 +55,9 @@ class OpenInteractions:
         """
         is_copy, first_row, schema = self._copies(tuple(sorted(columns))), 0, self.plain_schema(columns)
         for part in self.parts:
-            with naming_file("interactions", part.file.path):
+            with part_columns.naming_file("interactions", part.file.path):
                 for values in part.batches({*columns, "timestamp"}, batch_size):
-                    require_times("interactions", part, "timestamp", values["timestamp"])
+                    part_columns.require_times("interactions", part, "timestamp", values["timestamp"])
                     batch = pa.record_batch([in_log(values, field.name, field.type) for field in schema], schema=schema)
                     if is_copy is not None:
                         is_left = ~is_copy[first_row : first_row + batch.num_rows]
@@ -104,19 +89,19 @@ def open_tables(path: Path | str, keep_duplicates: bool = False) -> OpenTables:
 
     Files that are left out are named in the log, once per process.
     """
-    path = tables_folder(path)
-    users, items = (read_table(path, table, None) for table in ("users", "items"))
-    for table in TABLE_NAMES:
-        for sentence in name_left_out(list_table(path, table).left_out):
+    path = sc.tables_folder(path)
+    users, items = (part_columns.read_table(path, table, None) for table in ("users", "items"))
+    for table in sc.TABLE_NAMES:
+        for sentence in name_left_out(sc.list_table(path, table).left_out):
             _warn_once(f"table {table}: {sentence}")
-    parts = open_parts(path, "interactions", partial(logger.warning, "%s"))
+    parts = part_columns.open_parts(path, "interactions", partial(logger.warning, "%s"))
     return OpenTables(users, items, OpenInteractions(path, parts, keep_duplicates))
 
 
 def iter_column(path: Path, table: str, column: str) -> Iterator[pa.Array]:
     """A required column of a table in batches, as it is stored. Raises TableError like `read_tables`."""
-    for part in table_parts(path, table):
-        with naming_file(table, part.path), part.open() as opened:
+    for part in sc.table_parts(path, table):
+        with part_columns.naming_file(table, part.path), part.open() as opened:
             for finding in schema_findings(table, shown_path(part.path), opened.schema_arrow):
                 raise FaultyTable(finding)
             yield from (batch.column(0) for batch in opened.iter_batches(columns=[column]))
@@ -136,7 +121,7 @@ def iter_rows(path: Path, table: str, columns: str) -> Iterator[pa.RecordBatch]:
             _warn_once(f"{path}: {sentence}")
     first, num_rows = None, 0
     for part in parts:
-        with naming_file(table, part.path), part.open() as opened:
+        with part_columns.naming_file(table, part.path), part.open() as opened:
             num_rows += opened.metadata.num_rows
             first = first or opened.schema_arrow
             fields, expected = ({of.name: of for of in schema} for schema in (opened.schema_arrow, first))
@@ -162,11 +147,11 @@ def iter_log(path: Path, table: str, needs_time: bool = True) -> Iterator[pa.Rec
     for rows in iter_rows(path, table, f"user_id, item_id and {'' if needs_time else 'perhaps '}timestamp"):
         for finding in () if first_row else schema_findings("interactions", str(path), rows.schema):
             is_time_left_out = finding.kind == "missing-column" and finding.column == "timestamp" and not needs_time
-            if finding.column in REQUIRED_COLUMNS["interactions"] and not is_time_left_out:
+            if finding.column in sc.REQUIRED_COLUMNS["interactions"] and not is_time_left_out:
                 raise FaultyTable(replace(finding, table=table))
-        for column in ID_COLUMNS.values():
+        for column in sc.ID_COLUMNS.values():
             for rule in ID.rules[:2]:  # a row may have no id
-                rule.check(table, column, str(path), first_row, plain_column(rows[column]), findings)
+                rule.check(table, column, str(path), first_row, sc.plain_column(rows[column]), findings)
         for finding in findings.to_list():
             raise FaultyTable(finding)
         first_row += rows.num_rows
@@ -177,7 +162,7 @@ def log_unit(path: Path, note: Callable[[Finding], object]) -> str:
     """The unit of integer times in the rows of `iter_log`, inferred from all files; `note` as in `require_units`."""
     parts, files = [TablePart(path, "interactions", {})], []
     for part in typed_parts(list_folder(path, "interactions").files, "interactions") if path.is_dir() else parts:
-        with naming_file("interactions", part.path), part.open() as file:
+        with part_columns.naming_file("interactions", part.path), part.open() as file:
             files.append(file)
     return require_units("interactions", files, note).get("timestamp", "s")
 
