@@ -4,7 +4,7 @@ Rows are sorted by pool group, so that the texts that a worker writes one after 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
@@ -134,65 +134,38 @@ def side_routes(router: Router | None, tables: Tables, side: Side) -> Routes:
 
 @dataclass(frozen=True)
 class WriteRules:
-    """The rules by which entities get a new text tonight.
+    """The rules by which entities get a new text tonight."""
 
-    Attributes
-    ----------
-    force : write about unchanged entities too.
-    refresh : decides which changed entities wait; None: no entity waits.
-    excluded : entities, as `run_folder.POSTPONED`, that get no text in any case.
-    unusable : rows of the last quarantine; their entities stay there if their prompt is the same.
-    """
-
-    force: bool = False
-    refresh: Refresh | None = None
-    excluded: pa.Table | None = None
-    unusable: pa.Table | None = None
+    force: bool = False  # write about unchanged entities too
+    refresh: Refresh | None = None  # decides which changed entities wait; None: no entity waits
+    excluded: pa.Table | None = None  # entities, as `run_folder.POSTPONED`, that get no text in any case
+    unusable: pa.Table | None = None  # rows of the last quarantine, which stay there if their prompt is the same
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """The rules for cutting rows into shards.
+    """The rules for cutting rows into shards."""
 
-    Attributes
-    ----------
-    batch_size : number of texts that a worker writes in a batch.
-    size : number of rows of a shard; None: `default_shard_size`.
-    routes : pool groups, as `side_routes` returns them; None: no groups.
-    isolate_ids : entities that share no shard with others and come first, so that their time can be measured.
-    is_by_score : rows are sorted by the score of their new text, highest first, not by group.
-    """
-
-    batch_size: int
-    size: int | None = None
-    routes: Routes | None = None
-    isolate_ids: pa.Array | None = None
-    is_by_score: bool = False
+    batch_size: int  # number of texts that a worker writes in a batch
+    size: int | None = None  # number of rows of a shard; None: `default_shard_size`
+    routes: Routes | None = None  # pool groups, as `side_routes` returns them; None: no groups
+    isolate_ids: pa.Array | None = None  # share no shard with others and come first, so that their time can be measured
+    is_by_score: bool = False  # rows are sorted by the score of their new text, highest first, not by group
 
 
 @dataclass(frozen=True)
 class SideDecision:
-    """The decision about every entity of a side. Nothing is rendered, tokenised or written for it.
+    """The decision about every entity of a side. Nothing is rendered, tokenised or written for it."""
 
-    Attributes
-    ----------
-    rows : int64[n], the rows of the entities that get a new text.
-    fingerprints, records : their fingerprints, and the rows of their earlier records, int64[n] (-1: none).
-    carried, waiting : int64, rows of earlier records that stay: unchanged ones, and those whose new text waits.
-    quarantined : entities without a prompt tonight.
-    postponed : postponed entities, as `run_folder.POSTPONED`; None without a rule that postpones.
-    num_tokens, scores : expected tokens of the new texts (0 without a rule), and their scores, float64[n], or None.
-    """
-
-    rows: np.ndarray
-    fingerprints: pa.Array
-    records: np.ndarray
-    carried: np.ndarray
-    waiting: np.ndarray
-    quarantined: list[QuarantineRow]
-    postponed: pa.Table | None
-    num_tokens: int
-    scores: np.ndarray | None
+    rows: np.ndarray  # int64[n], the rows of the entities that get a new text
+    fingerprints: pa.Array  # their fingerprints
+    records: np.ndarray  # int64[n], the rows of their earlier records; -1: none
+    carried: np.ndarray  # int64, rows of earlier records that stay unchanged
+    waiting: np.ndarray  # int64, rows of earlier records that stay because the new text waits
+    quarantined: list[QuarantineRow]  # entities without a prompt tonight, or whose prompt failed before
+    postponed: pa.Table | None  # as `run_folder.POSTPONED`; None without a rule that postpones
+    num_tokens: int  # expected tokens of the new texts; 0 without a rule
+    scores: np.ndarray | None  # float64[n], the value of each new text; None without a rule
 
 
 def decide_side(
@@ -211,22 +184,25 @@ def decide_side(
         excluded = postpone.without_evidence(refresh, ids.combine_chunks().filter(pa.array(left_out)))
     elif excluded is not None:
         left_out = pc.is_in(ids, value_set=excluded["entity_id"].combine_chunks()).to_numpy()
-    compared = _compared(questions, previous, before, left_out, rules.force, on_entities)
-    compared, quarantined = _without_failing(compared, questions.side, ids, None if rules.force else rules.unusable)
-    rows, fingerprints = compared.changed, compared.fingerprints
+    rows, fingerprints, carried, refused = _compared(questions, previous, before, left_out, rules.force, on_entities)
+    refused_ids = ids.take(pa.array(refused)).to_pylist()
+    quarantined = [QuarantineRow.of(entity_id, questions.side, NO_TITLE) for entity_id in refused_ids]
+    if rules.unusable is not None and not rules.force:
+        failing = still_failing(rules.unusable, ids.take(pa.array(rows)).combine_chunks(), fingerprints)
+        same = rules.unusable.take(pa.array(failing[failing >= 0]))
+        quarantined += [QuarantineRow(**row) for row in same.to_pylist()]
+        rows, fingerprints = rows[failing < 0], fingerprints.filter(pa.array(failing < 0))
     waiting, postponed, num_tokens, scores = before[:0], excluded, 0, None
     if refresh is not None:
-        chosen = choose(refresh, questions, previous, rows, fingerprints, before[rows])
+        chosen, waits, expected_tokens = choose(refresh, questions, previous, rows, fingerprints, before[rows])
         scores, is_written = chosen.scores, chosen.is_written
         if not rules.force:
-            postponed = pa.concat_tables([part for part in (excluded, chosen.postponed) if part is not None])
-            num_tokens, waiting = chosen.num_tokens, before[rows[~is_written]]
+            postponed = pa.concat_tables([part for part in (excluded, waits) if part is not None])
+            num_tokens, waiting = expected_tokens, before[rows[~is_written]]
             rows, fingerprints = rows[is_written], fingerprints.filter(pa.array(is_written))
             scores = scores[is_written]
     waiting = np.sort(waiting[waiting >= 0])
-    return SideDecision(
-        rows, fingerprints, before[rows], compared.carried, waiting, quarantined, postponed, num_tokens, scores
-    )
+    return SideDecision(rows, fingerprints, before[rows], carried, waiting, quarantined, postponed, num_tokens, scores)
 
 
 def write_side_plan(
@@ -261,16 +237,6 @@ def write_side_plan(
     return plan, carry_over
 
 
-@dataclass(frozen=True)
-class _Compared:
-    """Entities by the result of comparing fingerprints: int64 rows of the table; for `carried` of earlier records."""
-
-    changed: np.ndarray
-    fingerprints: pa.Array  # of the changed entities
-    carried: np.ndarray
-    refused: np.ndarray  # entities without a prompt
-
-
 def _compared(
     questions: SideQuestions,
     previous: PreviousKnowledge,
@@ -278,8 +244,12 @@ def _compared(
     left_out: np.ndarray,
     force: bool,
     on_entities: Callable[[int], None],
-) -> _Compared:
-    """Compare the fingerprints of all entities that are not left out with their earlier records, the rows `before`."""
+) -> tuple[np.ndarray, pa.Array, np.ndarray, np.ndarray]:
+    """Compare the fingerprints of all entities that are not left out with their earlier records, the rows `before`.
+
+    Returns the rows of changed entities, their fingerprints, the earlier records of unchanged ones, and the rows of
+    entities without a prompt.
+    """
     changed, carried, refused = [], [], []
 
     def fingerprints_of_changed() -> Iterator[pa.Array]:
@@ -297,22 +267,7 @@ def _compared(
             yield tonight.filter(pa.array(can_ask & ~is_same))
 
     fingerprints = mapped_column(fingerprints_of_changed(), questions.tables.scratch.folder, pa.large_string())
-    return _Compared(_concatenated(changed), fingerprints, _concatenated(carried), _concatenated(refused))
-
-
-def _without_failing(
-    compared: _Compared, side: Side, ids: pa.ChunkedArray, unusable: pa.Table | None
-) -> tuple[_Compared, list[QuarantineRow]]:
-    """Leave out entities that have no prompt or whose prompt failed before; also returns their quarantine rows."""
-    refused = ids.take(pa.array(compared.refused)).to_pylist()
-    quarantined = [QuarantineRow.of(entity_id, side, NO_TITLE) for entity_id in refused]
-    failing = still_failing(unusable, ids.take(pa.array(compared.changed)).combine_chunks(), compared.fingerprints)
-    is_failing = failing >= 0
-    if unusable is not None and is_failing.any():
-        quarantined += [QuarantineRow(**row) for row in unusable.take(pa.array(failing[is_failing])).to_pylist()]
-        left = compared.fingerprints.filter(pa.array(~is_failing))
-        compared = replace(compared, changed=compared.changed[~is_failing], fingerprints=left)
-    return compared, quarantined
+    return _concatenated(changed), fingerprints, _concatenated(carried), _concatenated(refused)
 
 
 def _write_shards(

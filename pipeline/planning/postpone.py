@@ -15,7 +15,15 @@ import pyarrow.compute as pc
 
 from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
-from laserbatch.pipeline.planning.refresh import BUDGET, EVIDENCE, NOT_DUE, Candidates, RefreshSettings, decide
+from laserbatch.pipeline.planning.refresh import (
+    BUDGET,
+    EVIDENCE,
+    NOT_DUE,
+    Candidates,
+    Decision,
+    RefreshSettings,
+    decide,
+)
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.storage.run_folder import POSTPONED, RunFolder
@@ -38,16 +46,6 @@ class Refresh:
     waiting: pa.Table  # entities that the previous night postponed, as `run_folder.POSTPONED`
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """The decision about changed entities: those that get a new text, and those that are postponed."""
-
-    is_written: np.ndarray  # bool[n]
-    scores: np.ndarray  # float64[n], the value of each new text
-    postponed: pa.Table  # with the schema POSTPONED
-    num_tokens: int  # expected tokens of the new texts
-
-
 def interactions_of(tables: Tables, side: Side) -> np.ndarray:
     """The number of interactions of each entity of a side: int64[num_entities]."""
     codes, rows = tables.coded(side)
@@ -66,10 +64,11 @@ def choose(
     rows: np.ndarray,
     fingerprints: pa.Array,
     before: np.ndarray,
-) -> Chosen:
+) -> tuple[Decision, pa.Table, int]:
     """Decide which entities get a new text, among those of a side whose prompt differs from the prompt of their text.
 
-    `rows` and `before`, int64[n], are the entities' rows and those of their earlier records (-1: none).
+    `rows` and `before`, int64[n], are the entities' rows and those of their earlier records (-1: none). Returns also
+    the postponed entities, as `POSTPONED`, and the expected tokens of the new texts.
     """
     side = questions.side
     entity_ids = questions.entities[f"{side}_id"].combine_chunks().take(pa.array(rows))
@@ -107,7 +106,7 @@ def choose(
         pa.array(since[left].astype(np.int32)).cast(pa.date32()),
     ]
     postponed = pa.Table.from_arrays(columns, schema=_schema(entity_ids.type))
-    return Chosen(decided.is_written, decided.scores, postponed, math.ceil(num_tokens[decided.is_written].sum()))
+    return decided, postponed, math.ceil(num_tokens[decided.is_written].sum())
 
 
 def without_evidence(refresh: Refresh, entity_ids: pa.Array) -> pa.Table:
@@ -141,10 +140,8 @@ def unusable_texts(rows: pa.Table | None, date: datetime.date) -> pa.Table | Non
     return failed.filter(pa.array((np.array(turns) + date.toordinal()) % DAYS_BETWEEN_TRIES != 0))
 
 
-def still_failing(unusable: pa.Table | None, entity_ids: pa.Array, fingerprints: pa.Array) -> np.ndarray:
+def still_failing(unusable: pa.Table, entity_ids: pa.Array, fingerprints: pa.Array) -> np.ndarray:
     """The row in `unusable` with each entity and its fingerprint, int64[n]; -1 if there is none."""
-    if unusable is None:
-        return np.full(len(entity_ids), -1)
     rows = rows_among(entity_ids, unusable["entity_id"])
     then = unusable["fingerprint"].combine_chunks().take(pa.array(rows, mask=rows < 0))
     return np.where(pc.fill_null(pc.equal(then, fingerprints), False), rows, -1)

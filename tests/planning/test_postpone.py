@@ -51,4 +51,3 @@ def test_only_the_same_question_of_the_same_entity_is_not_asked(tmp_path, monkey
     ids = [None if row < 0 else unusable["entity_id"][row].as_py() for row in is_failing.tolist()]
     assert ids == [None, 3, None, None]
     assert (still_failing(unusable, pa.array(["3"]), pa.array(["f3"])) == np.array([-1])).all()  # another type
-    assert (still_failing(None, pa.array([3]), pa.array(["f3"])) == np.array([-1])).all()
