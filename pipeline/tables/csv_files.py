@@ -7,11 +7,13 @@ import codecs
 import csv
 import io
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +85,7 @@ def read_csv(path: Path, files: SourceFiles, note: Callable[[str], object]) -> I
         tell(form.quote and _quote_fault(path, form))
         raise
     tell()
-    if form.quote and (fault := _quote_fault(path, form, is_sure=doubts.over_lines.num > 0)):
+    if form.quote and (fault := _quote_fault(path, form, is_sure=doubts.num["over_lines"] > 0)):
         raise TableError(fault)
 
 
@@ -103,39 +105,22 @@ def csv_fault(path: Path, form: FileFormat, error: Exception) -> str | None:
 
 
 @dataclass
-class _Doubt:
-    """The number of fields of a file that match a doubtful pattern, and the first of these fields."""
-
-    num: int = 0
-    first: tuple[str, int, str] = ("", 0, "")  # column, row, value
-
-    def add(self, name: str, first_row: int, column: pa.Array, is_match: pa.Array) -> None:
-        is_match = pc.fill_null(is_match, False)
-        if is_match.true_count:
-            row = pc.index(is_match, True).as_py()
-            if not self.num or first_row + row < self.first[1]:
-                self.first = (name, first_row + row, column[row].as_py())
-            self.num += is_match.true_count
-
-    def shown(self, what: str) -> str:
-        """The number of fields, described by `what`, with the place and the beginning of the first one."""
-        name, row, value = self.first
-        value = f"{value[:_SHOWN]!r}{' ...' * (len(value) > _SHOWN)}"
-        plural = what.replace("field", "fields", 1) if self.num > 1 else what
-        return f"{self.num:,} {plural}, first in column {name}, row {row}: {value}"
-
-
-@dataclass
 class _Doubts:
-    """Doubts about the quotes and null values of a file that is being read."""
+    """Doubts about the quotes and null values of a file that is being read, by kind."""
 
     path: Path
     form: FileFormat
-    over_lines: _Doubt = field(default_factory=_Doubt)
-    kept_quotes: _Doubt = field(default_factory=_Doubt)
-    single_quotes: _Doubt = field(default_factory=_Doubt)  # around all values of a column
-    nulls: _Doubt = field(default_factory=_Doubt)  # words for missing values, read as text
+    num: Counter[str] = field(default_factory=Counter)  # doubtful fields
+    first: dict[str, tuple[int, str, str]] = field(default_factory=dict)  # row, column and value of the first one
     null_words: set[str] = field(default_factory=set)
+
+    def _count(self, name: str, first_row: int, column: pa.Array, kind: str, is_match: pa.Array) -> None:
+        is_match = pc.fill_null(is_match, False)
+        if is_match.true_count:
+            row = pc.index(is_match, True).as_py()
+            place = first_row + row, name, column[row].as_py()
+            self.first[kind] = min(self.first.get(kind, place), place, key=itemgetter(0))
+            self.num[kind] += is_match.true_count
 
     def add(self, rows: pa.RecordBatch, first_row: int) -> None:
         """Examine some rows. Raises TableError for a header or a byte order mark among them, or a zero byte."""
@@ -157,29 +142,27 @@ class _Doubts:
         for name, column in zip(rows.schema.names, rows.columns, strict=True):
             text_bytes = column.buffers()[2]  # bytes of all strings; they show that most batches raise no doubt
             text_bytes = b"" if text_bytes is None else text_bytes.to_pybytes()
+            count = partial(self._count, name, first_row, column)
             if b"\0" in text_bytes or "\0" in name:
-                zeros = _Doubt()
-                zeros.add(name, first_row, column, pc.match_substring(column, "\0"))
-                if zeros.num or "\0" in name:
-                    raise TableError(_no_text(self.path, f"column {name!r}, row {zeros.first[1]}"))
+                count("zeros", pc.match_substring(column, "\0"))
+                if self.num["zeros"] or "\0" in name:
+                    row, *_ = self.first.get("zeros", (0,))
+                    raise TableError(_no_text(self.path, f"column {name!r}, row {row}"))
             is_null = pc.is_in(column, pa.array(_NULL_WORDS))
-            if is_null.true_count:
-                self.nulls.add(name, first_row, column, is_null)
-                self.null_words.update(column.filter(is_null).unique().to_pylist())
+            count("nulls", is_null)
+            self.null_words.update(column.filter(is_null).unique().to_pylist())
             if self.form.quote:
                 if b"\n" in text_bytes or b"\r" in text_bytes:
-                    self.over_lines.add(name, first_row, column, pc.match_substring_regex(column, r"[\r\n]"))
-                if (
-                    rows.num_rows > 1
-                    and pc.all(pc.and_(pc.starts_with(column, "'"), pc.ends_with(column, "'"))).as_py()
-                ):
-                    self.single_quotes.add(name, first_row, column, pc.is_valid(column))
+                    count("over_lines", pc.match_substring_regex(column, r"[\r\n]"))
+                is_single = pc.and_(pc.starts_with(column, "'"), pc.ends_with(column, "'"))
+                if rows.num_rows > 1 and pc.all(is_single).as_py():
+                    count("single_quotes", is_single)
                 if pc.any(pc.or_(pc.starts_with(column, " "), pc.starts_with(column, "\t"))).as_py():
                     quote = f"\\x{ord(self.form.quote):02x}"
                     pattern = rf"(?s)^[ \t]+{quote}.*{quote}[ \t]*$"
-                    self.kept_quotes.add(name, first_row, column, pc.match_substring_regex(column, pattern))
+                    count("kept_quotes", pc.match_substring_regex(column, pattern))
             elif len(self.form.delimiter) == 1 and self.form.delimiter != "\x1f":
-                self.kept_quotes.add(name, first_row, column, pc.match_substring_regex(column, r'(?s)^".*"$'))
+                count("kept_quotes", pc.match_substring_regex(column, r'(?s)^".*"$'))
 
     def notes(self) -> Iterator[str]:
         """A sentence for each kind of doubt."""
@@ -188,16 +171,19 @@ class _Doubts:
         if self.form.quote:
             kept = "field in quotes after a blank, with the quotes kept as text"
             advice = "export the file without blanks after delimiters."
-        for doubt, what, what_then in (
-            (self.nulls, "field kept as text", f"If such a field means a missing value, set {nulls} in the mapping."),
-            (self.single_quotes, "field in single quotes, with the quotes kept as text",
+        for kind, what, what_then in (
+            ("nulls", "field kept as text", f"If such a field means a missing value, set {nulls} in the mapping."),
+            ("single_quotes", "field in single quotes, with the quotes kept as text",
              'If the quotes enclose fields, set `csv: {quote: "\'"}` in the mapping.'),
-            (self.over_lines, "quoted field over several lines",
+            ("over_lines", "quoted field over several lines",
              "If quotes are plain text in this file, set `csv: {quote: null}` in the mapping."),
-            (self.kept_quotes, kept, f"If the quotes enclose fields, {advice}"),
+            ("kept_quotes", kept, f"If the quotes enclose fields, {advice}"),
         ):  # fmt: skip
-            if doubt.num:
-                yield f"{self.path}: {doubt.shown(what)}. {what_then}"
+            if num := self.num[kind]:
+                row, name, value = self.first[kind]
+                fields = what.replace("field", "fields", 1) if num > 1 else what
+                value = f"{value[:_SHOWN]!r}{' ...' * (len(value) > _SHOWN)}"
+                yield f"{self.path}: {num:,} {fields}, first in column {name}, row {row}: {value}. {what_then}"
 
 
 def _is_header(rows: pa.RecordBatch) -> pa.Array:
