@@ -55,74 +55,53 @@ _SECRETS = (
     r"(api|auth|access|private|secret|encryption|ssh|session|client)_?(key|secret)|"
     r"(auth|access|refresh|session|bearer|id|csrf|api|reset|fcm|push)_?tokens?|jwt|totp_?secret"
 )
-_LIKELY_SECRETS = (
-    r"tokens?|secret|credentials?|t?otp|salt|hash|digest|(security|secret)_(question|answer)|recovery_codes?"
-)
-_BANK = (
-    r"iban|bank_?account|(account|konto|acct)_?(number|no|nr|nummer)|(credit|debit|payment)_?card|(card|cc)_?(number|no|num)|"
-    r"ccn|cvv2?|cvc2?|kredit_?karten?_?(nummer|nr)?|carte_(bancaire|bleue|de_credit)|tarjeta(_de)?_credito|sort_code|bic|"
-    r"swift(_code)?|routing_number|last_?4"
-)
-_NETWORK = (
-    r"ip|ipv[46]|ip_?addr(ess)?|remote_addr|hostname|adresse_ip|direccion_ip|mac_?addr(ess)?|device_?(id|uuid|token|fingerprint)"
-    r"|im[es]i|idf[av]|gaid|aaid|udid|msisdn|(advertising|ad|android|cookie|session|visitor|browser)_?id|cookie|"
-    r"fingerprint|user_?agent|[ug]uid"
-)
-_PHONE = (
-    r"(tele)?(ph|f)on[eo]?s?|tel|(tele)?fax|mobile|mobile?_?phone|mobil|movil|celular|cell(phone|ulare)?|handy|whatsapp|"
-    r"rufnummer|((mobil_?)?telefon|handy|mobil|mobilfunk|fax)_?(nummer|nr)?|telefoon(nummer)?|phone_?(number|no)|"
-    r"contact_(number|no|num)|телефон|电话|手机号?|電話(番号)?"
-)
-_NAME = (
-    r"(first|last|full|given|family|middle|maiden|sur|fore|nick|user|screen|display|real|legal|birth|holder)_?names?|"
-    r"[fl]name|vorname|(nach|familien|geburts|benutzer|nutzer|kunden)_?name|emergency_contact|prenom|apellidos?|cognome|sobrenome|nickname|"
-    r"voornaam|achternaam|nom_(de_famille|complet|utilisateur)|nom(br)?e_completo|nazwisko|imie|f[oø]r(nam[en]|navn)|"
-    r"ef?ter(namn|navn)|фамилия|имя|姓名|氏名"
-)
-_ADDRESS = (
-    r"address(es)?|addr|((privat|wohn|heim|post|rechnungs|liefer)_?)?adresse|anschrift|adres|direccion|indirizzo|endereco|strasse|stra?at|street(_name)?|rue|calle|"
-    r"address_?line(_?\d)?|house_?(number|no)|haus_?(nummer|nr)|huisnummer|apartment|zip|postal|pin_?code|(zip|post|postal)_?code|plz|postleitzahl|"
-    r"code_postal|codigo_postal|cep|адрес|地址|住所"
-)
-_PLACE = r"lat|lon|lng|latitude?|longitude?|gps|geo_?(location|hash|point|coordinates?)|coord(inate)?s?|lat_?lo?ng?"
-_IDENTITY = (
-    r"ssn|social_?(security|insurance)|securite_sociale|seguridad_social|(id|identity)_(card|number)|nino|personnummer|"
-    r"cedula|cnpj|rfc|vat_(id|number|no)|sozialversicherungs_?(nummer|nr)|national_?(id|insurance)|passport|reisepass|"
-    r"passeport|pasaporte|(personal)?ausweis(_?(nummer|nr))?|driv(er|ers|ing)_?licen[cs]e|tax_?(id|number|no|code)|"
-    r"steuer_?(id|nummer|nr)|nif|dni|curp|cpf|bsn|aadhaa?r|pesel|codice_fiscale|licen[cs]e_plate|kennzeichen"
-)
-_BIRTH = (
-    r"birth_?(date|day)|b_?day|date_?(of_?)?birth|dob|geburts_?(datum|tag)|geb_?datum|fecha_(de_)?nac(imiento)?|"
-    r"date_(de_)?naissance|data_(di_)?nascita|data_(de_)?nascimento|geboorte_?datum|born(_on)?|дата_рождения|生日|生年月日"
-)
-_PRESENCE = (
-    r"(last|latest|letzter?|derniere?|ultim[oa]|prev(ious)?)_?(log_?in|log_?on|sign_?in|seen|active|activity|access|visit"
-    r"|connexion|connection|anmeldung|besuch|acceso|accesso|acesso)"
-)
-_SENSITIVE = (
-    r"religion|ethnicity|ethnic_(group|origin)|race|caste|sexual_?(orientation|preference)|sexuality|"
-    r"political_?(party|affiliation|views?|orientation)|disabilit(y|ies)|diagnos[ei]s|(medical|health)_(conditions?|history)|"
-    r"blood_(type|group)|criminal_(record|history)|union_member(ship)?"
-)
-_PROFILE = (
-    r"(facebook|twitter|instagram|linkedin|telegram|skype|discord|github|google|wechat|tiktok)_?"
-    r"(id|handle|url|user(name)?|profile|account)|(profile|avatar|photo|picture)_?(url|link)|gravatar"
-)
 _KINDS = (
     _Kind("e-mail addresses", _EMAIL, of_items=_EMAIL),
-    _Kind("secrets", rf"{_SECRETS}|{_LIKELY_SECRETS}", "pin", of_items=_SECRETS),
-    _Kind("bank details", _BANK, of_items=r"iban|bank_?account|cvv2?|cvc2?"),
-    _Kind("numbers of papers of identity", _IDENTITY),
-    _Kind("network or device identifiers", _NETWORK),
-    _Kind("phone numbers", _PHONE),
-    _Kind("names of people", _NAME, "names?|nom|nombre|nome|naam|nick|log_?in|handle|initials|pseudo(nyme?)?|usuario"),
-    _Kind("dates of birth", _BIRTH, is_number=True),
-    _Kind("parts of postal addresses", _ADDRESS, is_number=True),
-    _Kind("places on the map", _PLACE, is_number=True),
-    _Kind("times of the last visit", _PRESENCE, is_number=True),
-    _Kind("sensitive data", _SENSITIVE, is_number=True),
-    _Kind("profiles elsewhere", _PROFILE),
-)
+    _Kind("secrets", whole="pin", of_items=_SECRETS, words=rf"{_SECRETS}|"
+        r"tokens?|secret|credentials?|t?otp|salt|hash|digest|(security|secret)_(question|answer)|recovery_codes?"),
+    _Kind("bank details", of_items=r"iban|bank_?account|cvv2?|cvc2?", words=
+        r"iban|bank_?account|(account|konto|acct)_?(number|no|nr|nummer)|(credit|debit|payment)_?card|(card|cc)_?(number|no|num)|"
+        r"ccn|cvv2?|cvc2?|kredit_?karten?_?(nummer|nr)?|carte_(bancaire|bleue|de_credit)|tarjeta(_de)?_credito|sort_code|bic|"
+        r"swift(_code)?|routing_number|last_?4"),
+    _Kind("numbers of papers of identity", words=
+        r"ssn|social_?(security|insurance)|securite_sociale|seguridad_social|(id|identity)_(card|number)|nino|personnummer|"
+        r"cedula|cnpj|rfc|vat_(id|number|no)|sozialversicherungs_?(nummer|nr)|national_?(id|insurance)|passport|reisepass|"
+        r"passeport|pasaporte|(personal)?ausweis(_?(nummer|nr))?|driv(er|ers|ing)_?licen[cs]e|tax_?(id|number|no|code)|"
+        r"steuer_?(id|nummer|nr)|nif|dni|curp|cpf|bsn|aadhaa?r|pesel|codice_fiscale|licen[cs]e_plate|kennzeichen"),
+    _Kind("network or device identifiers", words=
+        r"ip|ipv[46]|ip_?addr(ess)?|remote_addr|hostname|adresse_ip|direccion_ip|mac_?addr(ess)?|device_?(id|uuid|token|fingerprint)"
+        r"|im[es]i|idf[av]|gaid|aaid|udid|msisdn|(advertising|ad|android|cookie|session|visitor|browser)_?id|cookie|"
+        r"fingerprint|user_?agent|[ug]uid"),
+    _Kind("phone numbers", words=
+        r"(tele)?(ph|f)on[eo]?s?|tel|(tele)?fax|mobile|mobile?_?phone|mobil|movil|celular|cell(phone|ulare)?|handy|whatsapp|"
+        r"rufnummer|((mobil_?)?telefon|handy|mobil|mobilfunk|fax)_?(nummer|nr)?|telefoon(nummer)?|phone_?(number|no)|"
+        r"contact_(number|no|num)|телефон|电话|手机号?|電話(番号)?"),
+    _Kind("names of people",
+        whole="names?|nom|nombre|nome|naam|nick|log_?in|handle|initials|pseudo(nyme?)?|usuario", words=
+        r"(first|last|full|given|family|middle|maiden|sur|fore|nick|user|screen|display|real|legal|birth|holder)_?names?|"
+        r"[fl]name|vorname|(nach|familien|geburts|benutzer|nutzer|kunden)_?name|emergency_contact|prenom|apellidos?|cognome|sobrenome|nickname|"
+        r"voornaam|achternaam|nom_(de_famille|complet|utilisateur)|nom(br)?e_completo|nazwisko|imie|f[oø]r(nam[en]|navn)|"
+        r"ef?ter(namn|navn)|фамилия|имя|姓名|氏名"),
+    _Kind("dates of birth", is_number=True, words=
+        r"birth_?(date|day)|b_?day|date_?(of_?)?birth|dob|geburts_?(datum|tag)|geb_?datum|fecha_(de_)?nac(imiento)?|"
+        r"date_(de_)?naissance|data_(di_)?nascita|data_(de_)?nascimento|geboorte_?datum|born(_on)?|дата_рождения|生日|生年月日"),
+    _Kind("parts of postal addresses", is_number=True, words=
+        r"address(es)?|addr|((privat|wohn|heim|post|rechnungs|liefer)_?)?adresse|anschrift|adres|direccion|indirizzo|endereco|strasse|stra?at|street(_name)?|rue|calle|"
+        r"address_?line(_?\d)?|house_?(number|no)|haus_?(nummer|nr)|huisnummer|apartment|zip|postal|pin_?code|(zip|post|postal)_?code|plz|postleitzahl|"
+        r"code_postal|codigo_postal|cep|адрес|地址|住所"),
+    _Kind("places on the map", is_number=True, words=
+        r"lat|lon|lng|latitude?|longitude?|gps|geo_?(location|hash|point|coordinates?)|coord(inate)?s?|lat_?lo?ng?"),
+    _Kind("times of the last visit", is_number=True, words=
+        r"(last|latest|letzter?|derniere?|ultim[oa]|prev(ious)?)_?(log_?in|log_?on|sign_?in|seen|active|activity|access|visit"
+        r"|connexion|connection|anmeldung|besuch|acceso|accesso|acesso)"),
+    _Kind("sensitive data", is_number=True, words=
+        r"religion|ethnicity|ethnic_(group|origin)|race|caste|sexual_?(orientation|preference)|sexuality|"
+        r"political_?(party|affiliation|views?|orientation)|disabilit(y|ies)|diagnos[ei]s|(medical|health)_(conditions?|history)|"
+        r"blood_(type|group)|criminal_(record|history)|union_member(ship)?"),
+    _Kind("profiles elsewhere", words=
+        r"(facebook|twitter|instagram|linkedin|telegram|skype|discord|github|google|wechat|tiktok)_?"
+        r"(id|handle|url|user(name)?|profile|account)|(profile|avatar|photo|picture)_?(url|link)|gravatar"),
+)  # fmt: skip
 # Words that may follow a kind: phone_number, but not phone_model; email_hash, but not email_verified.
 _BEHIND = (
     r"(_?(numbers?|num|no|nr|nummer|id|ids|address|adresse|hash|hashed|digest|md5|sha\d*|bcrypt|encrypted|enc|value|text|"
