@@ -61,14 +61,13 @@ def render_shown(
     `date` is the night's, for chat templates that print today's date; None: the clock's. Raises RowError: "too-long" if
     not even the newest event fits, "undecodable" if it cannot be written in plain tokens.
     """
-    head = [template.instruction.strip()] if template.instruction.strip() else []
-    if shown.attributes is not None:
-        head += [*([template.attributes.heading] if template.attributes.heading else []), shown.attributes]
-    events, tail = shown.events, (template.request or "").strip()
+    heading = template.attributes.heading if shown.attributes is not None else None
+    head, tail = (template.instruction.strip(), heading, shown.attributes), (template.request or "").strip()
+    events = shown.events
 
     @cache
     def encoded(num_shown: int) -> RenderedPrompt:
-        user = _content(template, "\n".join(head), events[len(events) - num_shown :], tail)
+        user = _content(template, head, events[len(events) - num_shown :], tail)
         ids = encode_chat(tokenizer, user, template.system, template.chat_options, date)
         messages = (("system", template.system), ("user", user)) if template.system else (("user", user),)
         return RenderedPrompt(ids, num_shown, shown.num_events - num_shown, messages)
@@ -117,16 +116,12 @@ def attribute_line(name: str, value: object, columns: AttributeLines) -> str | N
     return None if text is None else columns.line.format(label=label, value=text)
 
 
-def _content(template: PromptTemplate, head: str, events: Sequence[Event], tail: str) -> str:
-    parts = [head] if head else []
-    if template.history is not None:
-        lines = [_line(number, event, template.history) for number, event in enumerate(events, start=1)]
-        if template.history.heading:
-            parts.append(template.history.heading)
-        parts.extend(lines or [template.history.none])
-    if tail:
-        parts.append(tail)
-    return "\n".join(parts)
+def _content(template: PromptTemplate, head: tuple[str | None, ...], events: Sequence[Event], tail: str) -> str:
+    history, lines = template.history, []
+    if history is not None:
+        head = (*head, history.heading)
+        lines = [_line(number, event, history) for number, event in enumerate(events, start=1)] or [history.none]
+    return "\n".join([*filter(None, head), *lines, *filter(None, (tail,))])
 
 
 def _line(number: int, event: Event, columns: HistoryLines) -> str:
