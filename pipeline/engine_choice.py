@@ -31,14 +31,10 @@ def choose_engine(
     device_bytes: int,
     num_gpus: int,
 ) -> EngineChoice:
-    """Choose the engine for a model on a machine.
+    """Choose the engine for a model on a machine with GPUs of `device_bytes`; without one, its CPU writes texts.
 
-    Parameters
-    ----------
-    weights_bytes : size of the weights in memory, in the dtype of the computation.
-    quantization : quantisation method of the stored weights, as `quantization_of` names it; None: not quantised.
-    num_gpus : number of GPUs of the machine; 0: texts are written on its CPU.
-    device_bytes : total memory of one GPU.
+    `weights_bytes`: size of the weights in memory, in the dtype of the computation. `quantization`: quantisation method
+    of the stored weights, as `quantization_of` names it; None: not quantised.
     """
     if not num_gpus:
         return EngineChoice(

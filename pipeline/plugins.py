@@ -38,14 +38,11 @@ def load_plugin(group: str, name: str, built_in: tuple[str, ...] = ()) -> Any:
     """Load the object of an entry point. Raises UnknownPlugin, which lists all plug-ins and the `built_in` names."""
     plugins = installed(group)
     if name not in plugins:
-        origins = {plugin: "built in" for plugin in built_in} | {
-            plugin: f"package {_package(entry)}" for plugin, entry in plugins.items()
-        }
-        near = difflib.get_close_matches(str(name), origins, n=1, cutoff=0.5)
-        listed = "; ".join(
-            f"{', '.join(plugin for plugin, its in origins.items() if its == origin)} ({origin})"
-            for origin in dict.fromkeys(origins.values())
-        )
+        of_origin = {"built in": [*built_in]}
+        for plugin, entry in plugins.items():
+            of_origin.setdefault(f"package {_package(entry)}", []).append(plugin)
+        near = difflib.get_close_matches(str(name), [*built_in, *plugins], n=1, cutoff=0.5)
+        listed = "; ".join(f"{', '.join(names)} ({origin})" for origin, names in of_origin.items() if names)
         meant = f"Did you mean {near[0]!r}? " if near else ""
         raise UnknownPlugin(f"no installed package provides {name!r}. {meant}There are: {listed or 'none'}")
     try:

@@ -264,7 +264,7 @@ def planned_rows(night: Night, side: Side, max_rows: int) -> list[RenderedRow]:
         shard_rows = read_shard(night.run.root / plan.shards[number].path)
         for row in (shard_rows[position - starts[number]] for position in positions[shard_of == number]):
             try:
-                rows.append(RenderedRow.of(row, night.render(side, row.shown)))
+                rows.append(RenderedRow(**vars(row), prompt=night.render(side, row.shown)))
             except RowError:
                 continue
     return rows

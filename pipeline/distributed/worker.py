@@ -80,7 +80,7 @@ class ShardWorker:
         rows: dict[str, RenderedRow] = {}
         for number, row in enumerate(planned):
             try:
-                rows[str(number)] = RenderedRow.of(row, self.rendered(shard.side, row))
+                rows[str(number)] = RenderedRow(**vars(row), prompt=self.rendered(shard.side, row))
             except RowError as error:
                 quarantined.append(QuarantineRow.of(row.entity_id, shard.side, error.reason, row.fingerprint))
         num_rewritten, repairs = 0, Counter()

@@ -72,10 +72,8 @@ def _most_like(values: dict[str, Sequence[str]], columns: Collection[str]) -> Do
 
 def of_domain(knowledge: KnowledgeSettings, name: str) -> KnowledgeSettings:
     """The settings, with the words, factors and paths of a domain where the settings have none."""
-    domain = domains()[name]
-    factors = {
-        key: getattr(knowledge, key) or getattr(domain, key) for key in ("user_factors", "item_factors", "paths")
-    }
+    domain, keys = domains()[name], ("user_factors", "item_factors", "paths")
+    factors = {key: getattr(knowledge, key) or getattr(domain, key) for key in keys}
     words, usual = dict(domain.words), dict(Words())
     words |= {key: word for key, word in knowledge.words if word != usual[key]}
     return knowledge.model_copy(update=factors | {"words": Words(**words)})

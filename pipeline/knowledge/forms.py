@@ -38,9 +38,7 @@ def grammar_of(template: PromptTemplate, max_new_tokens: int) -> str | None:
     num_chars = CHARS_PER_TOKEN * max_new_tokens
     if template.parser in ("aspects", "attributes"):
         return _lines(_heads(template), num_chars)
-    if template.parser == "json":
-        return _json_grammar(_schema(template, num_chars))
-    return None
+    return _json_grammar(_schema(template, num_chars)) if template.parser == "json" else None
 
 
 def guiding_grammar(template: PromptTemplate, decoding: DecodingSettings) -> str | None:

@@ -123,5 +123,4 @@ class Histories:
 def _ranks(users: np.ndarray, is_shown: np.ndarray) -> np.ndarray:
     """The number of newer events of the same user that are shown, for each event: int64[n]; users ascend."""
     newer = np.cumsum(is_shown[::-1])[::-1] - is_shown
-    stops = np.searchsorted(users, users, side="right")
-    return newer - np.append(newer + is_shown, 0)[stops]
+    return newer - np.append(newer + is_shown, 0)[np.searchsorted(users, users, side="right")]

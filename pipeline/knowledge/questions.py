@@ -7,7 +7,7 @@ parts of a fingerprint are digests of what is shown, not of the values, so that 
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
@@ -33,15 +33,12 @@ _DIGEST = np.dtype(f"V{DIGEST_BYTES}")
 
 
 class SideQuestions:
-    """The data that prompts show of the entities of a side; rows are rows of its table.
-
-    `shared`: the parts of fingerprints that all entities share, joined.
-    """
+    """The data that prompts show of the entities of a side; rows are rows of its table."""
 
     def __init__(self, tables: Tables, side: Side, template: PromptTemplate, shared: str) -> None:
         self.entities, self.tables = tables.entities(side), tables
         self.side: Side = side
-        self._template, self.shared = template, shared
+        self._template, self.shared = template, shared  # the latter: the joined parts of fingerprints that all share
 
     def fingerprints(self, start: int, stop: int) -> pa.Array:
         """The fingerprints of the entities in some rows, by `prompts.PARTS`; null for an item without a title."""
@@ -111,21 +108,22 @@ class SideQuestions:
         return titles, attributes
 
     def _event_texts(self, items: pa.Table) -> tuple[pa.Array, pa.Array]:
-        columns = self._history_lines
+        columns, attributes = self._history_lines, [*self._event_attributes(items).values()]
         title = _mapped(items["title"], lambda value: plain_text(str(value), columns.max_value_chars))
-        names = _shown_names(items, columns, ("item_id", "title"), self.tables.personal.get("item", ()))
-        texts = [_mapped(items[name], lambda value, name=name: event_value(value, columns, name)) for name in names]
-        return pc.fill_null(title, ""), _joined(texts, columns.separator, items.num_rows)
+        return pc.fill_null(title, ""), _joined(attributes, columns.separator, items.num_rows)
+
+    def _event_attributes(self, items: pa.Table) -> dict[str, pa.Array]:
+        columns, personal = self._history_lines, self.tables.personal.get("item", ())
+        names = _shown_names(items, columns, ("item_id", "title"), personal)
+        return {name: _mapped(items[name], partial(event_value, columns=columns, name=name)) for name in names}
 
     def item_texts(self, titles: Collection[str]) -> dict[str, dict[str, str]]:
         """The texts that histories show of items with some titles, as prompts have them: title -> column -> text."""
-        columns, items = self._history_lines, self.tables.items
         is_requested = pc.is_in(self._events[0], value_set=pa.array(titles, pa.string()))
-        part, item_titles = items.filter(is_requested), self._events[0].filter(is_requested).to_pylist()
+        item_titles = self._events[0].filter(is_requested).to_pylist()
         texts: dict[str, dict[str, str]] = {title: {} for title in item_titles}
-        for name in _shown_names(items, columns, ("item_id", "title"), self.tables.personal.get("item", ())):
-            shown = _mapped(part[name], lambda value, name=name: event_value(value, columns, name)).to_pylist()
-            for title, text in zip(item_titles, shown, strict=True):
+        for name, shown in self._event_attributes(self.tables.items.filter(is_requested)).items():
+            for title, text in zip(item_titles, shown.to_pylist(), strict=True):
                 texts[title] |= {} if text is None else {name: text}
         return texts
 
@@ -163,10 +161,7 @@ class SideQuestions:
 
 
 class _EventLabels:
-    """The labels of events: what happened, the rating, or both.
-
-    `texts`: the distinct labels that `numbers` has met, by number; None: neither is known.
-    """
+    """The labels of events: what happened, the rating, or both."""
 
     def __init__(self, interactions: pa.Table, lines: HistoryLines) -> None:
         columns = (interactions[name] if name in interactions.column_names else None for name in LABEL_COLUMNS)
@@ -175,6 +170,7 @@ class _EventLabels:
 
     @property
     def texts(self) -> list[str | None]:
+        """The distinct labels that `numbers` has met, by number; None: neither event nor rating is known."""
         return list(self._number_of)
 
     def numbers(self, at: slice) -> np.ndarray:
@@ -226,21 +222,17 @@ def _shown_names(table: pa.Table, columns: Columns, left_out: tuple[str, ...], p
 def _mapped(column: pa.ChunkedArray | pa.Array, show: Callable[[Any], str | None]) -> pa.Array:
     """The text of each value, made once for each distinct one; null if there is none."""
     values = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    if pt.is_list(values.type) and not pc.any(_is_undecided(values.flatten())).as_py():
-        between = pa.scalar(_BETWEEN_PARTS, values.type.value_type)
-        joined = pc.binary_join(values, between)  # so that lists, too, become text once for each distinct one
-        return _mapped(joined, lambda text: show(text.split(_BETWEEN_PARTS)))
+    if pt.is_list(values.type):
+        is_unfit = pc.fill_null(pc.match_substring(values.flatten(), _BETWEEN_PARTS), True)  # also a part that is null
+        if not pc.any(is_unfit).as_py():  # lists, too, become text once for each distinct one
+            joined = pc.binary_join(values, pa.scalar(_BETWEEN_PARTS, values.type.value_type))
+            return _mapped(joined, lambda text: show(text.split(_BETWEEN_PARTS)))
     try:
         encoded = values.dictionary_encode()
     except pa.ArrowNotImplementedError:
         return pa.array([None if value is None else show(value) for value in python_values(values)], pa.string())
     shown = [None if value is None else show(value) for value in python_values(encoded.dictionary)]
     return pa.array(shown, pa.string()).take(encoded.indices)
-
-
-def _is_undecided(parts: pa.Array) -> pa.Array:
-    """Whether each part of a list is null, or contains the separator of parts."""
-    return pc.fill_null(pc.match_substring(parts, _BETWEEN_PARTS), True)
 
 
 def _rating_label(rating: float, lines: HistoryLines) -> str | None:

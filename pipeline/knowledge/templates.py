@@ -121,10 +121,7 @@ class Columns(Strict):
     paths: tuple[str, ...] = Field(default=(), exclude=True)
 
     def shown(self, attributes: Collection[str], personal: Collection[str] = ()) -> list[str]:
-        """Names of the columns to show, in this order, whatever the order of the table's columns.
-
-        `personal` : columns that are shown only if they are named.
-        """
+        """Names of the columns to show, in this order; `personal` ones are shown only if they are named."""
         rest = sorted(
             set(attributes).difference(self.named, personal), key=lambda name: (name != "title", name.casefold(), name)
         )
@@ -182,6 +179,10 @@ class HistoryLines(Columns):
         return self.model_copy(update=changes)
 
 
+_PARSERS = "aspects, attributes, free, json, or a Python file beside the template"
+_PARSER = matching(r"^(aspects|attributes|free|json|[A-Za-z0-9_\-]+\.py)\Z", _PARSERS)
+
+
 class PromptTemplate(Strict):
     """One question that is asked about every entity of a side.
 
@@ -192,13 +193,7 @@ class PromptTemplate(Strict):
     version: int = Field(ge=1)
     framework: str
     side: Side
-    parser: Annotated[  # for a .py file: its function `parse(text)`
-        str,
-        matching(
-            r"^(aspects|attributes|free|json|[A-Za-z0-9_\-]+\.py)\Z",
-            "aspects, attributes, free, json, or a Python file beside the template",
-        ),
-    ]
+    parser: Annotated[str, _PARSER]  # for a .py file: its function `parse(text)`
     factors: Names = ()  # the names of aspects or attributes
     fields: Annotated[dict[_Word, Literal["text", "list"]], AfterValidator(_distinct)] = Field(default={})  # of JSON
     optional_fields: Names = ()  # fields that an answer need not have

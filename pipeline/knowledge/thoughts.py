@@ -81,14 +81,10 @@ def without_thoughts(
     is_in_prompt: Callable[[str], bool],
     is_quoted: Callable[[str], bool] = lambda mark: False,
 ) -> AnswerSpans:
-    """The parts of a text that are not thoughts.
+    """The parts of a text, with its control tokens, that are not thoughts; `is_open`: the prompt opened thoughts.
 
-    Parameters
-    ----------
-    text : with its control tokens.
-    is_open : the prompt opened thoughts.
-    is_in_prompt : whether the prompt contains a mark, and so asks for it.
-    is_quoted : whether an apparent mark is plain text, as in a title of the tables.
+    `is_in_prompt`: whether the prompt contains a mark, and so asks for it. `is_quoted`: whether an apparent mark is
+    plain text, as in a title of the tables.
     """
     if not is_open and not any(form in text for form in _FORMS):  # nearly all texts
         return AnswerSpans(((0, len(text)),))

@@ -56,9 +56,8 @@ def chat_marks(tokenizer: "PreTrainedTokenizerBase") -> ChatMarks:
     labels = [*_text_marks(texts, names, list(control.values()))]
     if "assistant" in names:  # marks before its message that are not in the generation prompt, the last text
         place = names.index("assistant")
-        num_shared = sum(
-            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens[place], tokens[-1], strict=False))
-        )
+        pairs = zip(tokens[place], tokens[-1], strict=False)
+        num_shared = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
         written_by_model = tokens[place][num_shared:]
         labels += [re.escape(control[i]) for i in tokens[place + 1] if i in written_by_model]
     marks = {i: control[i] for part in tokens for i in part

@@ -67,8 +67,7 @@ def changed_columns(pairs: Pairs) -> dict[str, tuple[str, int]]:
         counts.update((name, "is new") for name in added)
         counts.update((name, "is gone") for name in gone)
         renamed.update((new, old) for new in added for old in gone if _is_alike(before[old], after[new]))
-        changed = [name for name in after if name in before and after[name] != before[name]]
-        for name in changed:
+        for name in (name for name in after if name in before and after[name] != before[name]):
             is_alike = _is_alike(before[name], after[name])
             counts[name, "has the same values, written differently" if is_alike else "has other values"] += 1
         if before == after and list(before) != list(after):

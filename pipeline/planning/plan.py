@@ -45,10 +45,6 @@ class PlannedRow:
 class RenderedRow(PlannedRow):
     prompt: RenderedPrompt
 
-    @classmethod
-    def of(cls, row: PlannedRow, prompt: RenderedPrompt) -> "RenderedRow":
-        return cls(**vars(row), prompt=prompt)
-
 
 @dataclass(frozen=True)
 class Shard:
@@ -124,12 +120,9 @@ def read_shard(path: Path) -> list[PlannedRow]:
     """The rows of a shard's plan file."""
     rows = []
     for batch in iter_parquet(path):
-        previous = batch["previous_ids"]
-        for number, row in enumerate(batch.drop_columns(["previous_ids"]).to_pylist()):
-            ids = previous[number]
+        for row, ids in zip(batch.drop_columns(["previous_ids"]).to_pylist(), batch["previous_ids"], strict=True):
             previous_ids = np.asarray(ids.values, np.int32) if ids.is_valid else None
-            shown = shown_of_row(row)
-            rows.append(PlannedRow(row["entity_id"], shown, row["fingerprint"], previous_ids, row["group"]))
+            rows.append(PlannedRow(row["entity_id"], shown_of_row(row), row["fingerprint"], previous_ids, row["group"]))
     return rows
 
 
@@ -163,10 +156,8 @@ def load_plan(run_dir: Path, side: Side) -> SidePlan | None:
     except (WorkspaceError, ValidationError) as error:
         logger.warning("the plan %s cannot be used, so the side is planned again: %s", path, error)
         return None
-    num_postponed = plan.num_waiting + plan.num_without_text
-    num_planned = (
-        plan.num_carried_over + plan.num_unpromptable + num_postponed + sum(shard.num_rows for shard in plan.shards)
-    )
+    counts = (plan.num_carried_over, plan.num_unpromptable, plan.num_waiting, plan.num_without_text)
+    num_planned = sum((*counts, *(shard.num_rows for shard in plan.shards)))
     if num_planned != plan.num_entities:
         message = "the plan %s has only %d of its %d entities, so the side is planned again"
         logger.warning(message, path, num_planned, plan.num_entities)

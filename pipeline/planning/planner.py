@@ -14,18 +14,15 @@ import pyarrow.compute as pc
 
 from laserbatch.pipeline.decoding.model.folder import model_identity, served_identity, tokenizer_folder
 from laserbatch.pipeline.decoding.settings import DecodingSettings
-from laserbatch.pipeline.knowledge.forms import guiding_grammar
-from laserbatch.pipeline.knowledge.prompts import LAYOUT_VERSION, NO_TITLE, PARTS, digest, have_same_tokens
+from laserbatch.pipeline.knowledge import forms, prompts, templates
 from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge, TokenIds
-from laserbatch.pipeline.knowledge.templates import PromptTemplate
 from laserbatch.pipeline.planning import postpone
 from laserbatch.pipeline.planning.plan import CARRIED_SHARD, WAITING_SHARD, Shard, SidePlan, write_shard_plan
 from laserbatch.pipeline.planning.postpone import Refresh, choose, still_failing
 from laserbatch.pipeline.sides import Side
-from laserbatch.pipeline.storage.atomic import sha256_file
+from laserbatch.pipeline.storage import atomic, mapped
 from laserbatch.pipeline.storage.figures import ShardRecord
-from laserbatch.pipeline.storage.mapped import mapped_column
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, count_reasons
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.tables.read import Tables
@@ -99,33 +96,29 @@ def _in_files(records: pa.RecordBatchReader) -> Iterator[pa.RecordBatchReader]:
 
 
 def shared_fingerprint(
-    template: PromptTemplate, max_prompt_tokens: int, decoding: DecodingSettings, model_dir: Path
+    template: templates.PromptTemplate, max_prompt_tokens: int, decoding: DecodingSettings, model_dir: Path
 ) -> str:
     """The joined parts of fingerprints that all entities of a side share. The model's files are hashed, not loaded.
 
     So a chat template that prints today's date does not change the fingerprints every day.
     """
-    paths = [path for pattern in CHAT_FILES for path in sorted(model_dir.glob(pattern))]
-    if decoding.adapter is not None:  # the adapter's own chat template and tokenizer are used
-        paths += [path for pattern in CHAT_FILES for path in sorted(Path(decoding.adapter).glob(pattern))]
-    chat_files = [(path.name, sha256_file(path)) for path in paths]
+    folders = [model_dir, *([Path(decoding.adapter)] if decoding.adapter is not None else [])]  # its own chat template
+    paths = [path for folder in folders for pattern in CHAT_FILES for path in sorted(folder.glob(pattern))]
+    chat_files = [(path.name, atomic.sha256_file(path)) for path in paths]
     chat = [tokenizer_hash(tokenizer_folder(model_dir, decoding.adapter)), chat_files, max_prompt_tokens]
     server = decoding.endpoint
     model_id = served_identity(model_dir, decoding) if server else model_identity(model_dir, decoding.adapter)
     shared = {
-        "template": [LAYOUT_VERSION, template.model_dump(mode="json", exclude_defaults=True)],
+        "template": [prompts.LAYOUT_VERSION, template.model_dump(mode="json", exclude_defaults=True)],
         "prompt": chat,
         "model": model_id,
-        "decoding": decoding.provenance() | ({"guided": True} if guiding_grammar(template, decoding) else {}),
+        "decoding": decoding.provenance() | ({"guided": True} if forms.guiding_grammar(template, decoding) else {}),
     }
-    return "-".join(digest(shared[name]) for name in PARTS[: len(shared)])
+    return "-".join(prompts.digest(shared[name]) for name in prompts.PARTS[: len(shared)])
 
 
 def side_routes(router: Router | None, tables: Tables, side: Side) -> Routes:
-    """The pool group of each entity of a side, from tables that are cut at the end of a date.
-
-    Without a router (no pools exist, or none are used) no entity has a group.
-    """
+    """The pool group of each entity of a side, from tables that are cut at the end of a date; none without a router."""
     entities = tables.entities(side)
     if router is None:
         return Routes.nowhere(entities.num_rows)
@@ -186,7 +179,7 @@ def decide_side(
         left_out = pc.is_in(ids, value_set=excluded["entity_id"].combine_chunks()).to_numpy()
     rows, fingerprints, carried, refused = _compared(questions, previous, before, left_out, rules.force, on_entities)
     refused_ids = ids.take(pa.array(refused)).to_pylist()
-    quarantined = [QuarantineRow.of(entity_id, questions.side, NO_TITLE) for entity_id in refused_ids]
+    quarantined = [QuarantineRow.of(entity_id, questions.side, prompts.NO_TITLE) for entity_id in refused_ids]
     if rules.unusable is not None and not rules.force:
         failing = still_failing(rules.unusable, ids.take(pa.array(rows)).combine_chunks(), fingerprints)
         same = rules.unusable.take(pa.array(failing[failing >= 0]))
@@ -216,7 +209,7 @@ def write_side_plan(
     carry_over = CarryOver(folder, side, previous, kind, carried, waiting, decision.quarantined)
     routes = sharding.routes or Routes.nowhere(len(ids))
     groups = routes.groups.take(pa.array(rows)).cast(pa.string())
-    has_ids = have_same_tokens(previous.fingerprints(decision.records).cast(pa.string()), questions.shared)
+    has_ids = prompts.have_same_tokens(previous.fingerprints(decision.records).cast(pa.string()), questions.shared)
     columns = {
         "fingerprint": decision.fingerprints,
         "previous_ids": previous.token_ids(np.where(has_ids.to_numpy(False), decision.records, -1)),
@@ -266,7 +259,7 @@ def _compared(
             on_entities(stop - start)
             yield tonight.filter(pa.array(can_ask & ~is_same))
 
-    fingerprints = mapped_column(fingerprints_of_changed(), questions.tables.scratch.folder, pa.large_string())
+    fingerprints = mapped.mapped_column(fingerprints_of_changed(), questions.tables.scratch.folder, pa.large_string())
     return _concatenated(changed), fingerprints, _concatenated(carried), _concatenated(refused)
 
 

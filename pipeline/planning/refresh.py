@@ -82,8 +82,7 @@ def decide(candidates: Candidates, settings: RefreshSettings, max_tokens: float 
     least `min_new_interactions` interactions were added or removed since its text. The due candidates with the highest
     scores (among equal scores the first ones) are written while tokens of `max_tokens`, the side's limit, are left.
     """
-    num_new = np.abs(candidates.num_interactions - candidates.num_seen)
-    is_other = num_new >= settings.min_new_interactions
+    is_other = np.abs(candidates.num_interactions - candidates.num_seen) >= settings.min_new_interactions
     is_due = ~candidates.has_text | candidates.is_changed_beyond_history | is_other
     if settings.max_age_days is not None:
         is_due |= candidates.age_days >= settings.max_age_days

@@ -106,9 +106,7 @@ class WeightedGroups:
     def __init__(self, group_of: np.ndarray, weights: np.ndarray, num_groups: int) -> None:
         grouped = np.flatnonzero(group_of >= 0)
         grouped = grouped[np.argsort(group_of[grouped], kind="stable")]
-        everything = np.arange(len(weights))
-        # the last "group" is everything
-        self._order = np.concatenate([grouped, everything])
+        self._order = np.concatenate([grouped, np.arange(len(weights))])  # the last "group" is everything
         self._total = np.concatenate([[0.0], np.cumsum(weights[self._order])])
         starts = np.searchsorted(group_of[grouped], np.arange(num_groups + 1))
         self._starts = np.append(starts[:-1], len(grouped))

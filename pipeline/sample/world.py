@@ -38,7 +38,7 @@ def write_sample_world(
     days: int = 60,
     future_days: int = 7,
     seed: int = 0,
-    progress: Callable[[int], object] | None = None,
+    progress: Callable[[int], object] = lambda num_users: None,
     num_asked: int = 0,
 ) -> None:
     """Write `users.parquet`, `items.parquet` and `interactions.parquet` into a folder.
@@ -47,12 +47,10 @@ def write_sample_world(
     day (2025-03-01) are new to a night of that day, compared with a night of the day before. Ratings of the
     `future_days` that follow are for evaluation; many are by cold and new users.
 
-    Parameters
-    ----------
-    num_users, num_items, days : at least 1, 20 and 2; the last day counts among the days.
-    progress : called with the number of users of each chunk that was written.
-    num_asked : items that each user is asked to rate, all at one moment of the future days. They give more ratings of
-        the same tastes to judge models by; earlier rows stay the same, and no history grows.
+    `num_users`, `num_items` and `days` are at least 1, 20 and 2; the last day counts among the days. `progress` is
+    called with the number of users of each chunk that was written. `num_asked`: items that each user is asked to rate,
+    all at one moment of the future days. They give more ratings of the same tastes to judge models by; earlier rows
+    stay the same, and no history grows.
     """
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -79,8 +77,7 @@ def write_sample_world(
                     writer = pq.ParquetWriter(out_dir / f"{name}.parquet", rows.schema, compression="zstd")
                     writers[name] = stack.enter_context(writer)
                 writers[name].write_table(rows)
-            if progress is not None:
-                progress(stop - start)
+            progress(stop - start)
 
 
 def is_sample_world(folder: Path | str) -> bool:
@@ -201,8 +198,7 @@ def _ids(prefix: str, numbers: np.ndarray) -> pa.Array:
 
 
 def _item_table(catalogue: Catalogue, item_ids: pa.Array, first_s: int, seed: int) -> pa.Table:
-    rng = np.random.default_rng([seed, 3])
-    seconds = rng.integers(SIGN_UP_S, size=catalogue.num_items)
+    seconds = np.random.default_rng([seed, 3]).integers(SIGN_UP_S, size=catalogue.num_items)
     paths = pa.array([list(path) for path in lore.CATEGORY_PATHS], pa.list_(pa.string()))
     return pa.table(
         {
@@ -227,10 +223,7 @@ def _interaction_table(
     num_asked: int,
     asked_rng: np.random.Generator,
 ) -> pa.Table:
-    """Ratings of one chunk of users, ordered by user and time; a user rates an item once.
-
-    `period` : the number of days, the number of future days, and the start of the first day in seconds since 1970.
-    """
+    """Ratings of one chunk of users, ordered by user and time; a user rates an item once."""
     days, future_days, first_s = period
     user, day = _when(users, days, future_days, rng)
     item = _what(users, user, day, catalogue, days, rng)
@@ -239,8 +232,7 @@ def _interaction_table(
     _, first = np.unique(user * np.int64(catalogue.num_items) + item, return_index=True)
     user, day, item = user[first], day[first], item[first]
     rating = _rating(users, user, item, catalogue, rng)
-    second = rng.integers(SIGN_UP_S, DAY_S, size=len(user))
-    when_s = first_s + day * DAY_S + second
+    when_s = first_s + day * DAY_S + rng.integers(SIGN_UP_S, DAY_S, size=len(user))
     if num_asked:
         raters, moments, items = _asked(users, num_asked, days, future_days, catalogue, asked_rng)
         seen = user * np.int64(catalogue.num_items) + item
@@ -273,8 +265,7 @@ def _when(users: Users, days: int, future_days: int, rng: np.random.Generator) -
     num_after = np.where(users.cold, 3, 1) + rng.poisson(np.where(users.cold, 3.0, 2.5), size=num)
     if future_days == 0:
         num_after[:] = 0
-    everyone = np.arange(num)
-    before, on, after = (np.repeat(everyone, counts) for counts in (num_before, num_last, num_after))
+    before, on, after = (np.repeat(np.arange(num), counts) for counts in (num_before, num_last, num_after))
     since = np.minimum(np.maximum(users.created_day, 0), max(last - 1, 0))[before]
     day_before = since + np.floor(rng.random(len(before)) * (max(last, 1) - since)).astype(int)
     day_after = days + rng.integers(max(future_days, 1), size=len(after))

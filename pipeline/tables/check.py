@@ -33,10 +33,8 @@ def check_tables(
 ) -> list[Finding]:
     """All findings about the tables of a folder; a run can start if they are all warnings.
 
-    Parameters
-    ----------
-    positive_rating : ratings on both sides of it are expected; None: no check.
-    max_failed_share : largest share of items that may lack a title.
+    `positive_rating`: ratings on both sides of it are expected; None: no check. `max_failed_share`: the largest share
+    of items that may lack a title.
     """
     try:
         path, findings = sc.tables_folder(path), Findings()
@@ -99,11 +97,9 @@ def _check_interactions(
     path: Path, known_ids: dict[str, IdCodes | None], findings: Findings, positive_rating: float | None
 ) -> None:
     lowest, highest, is_rated = math.inf, -math.inf, True
-    listed = {  # they may have blanks at the end, say, which an unknown id does not show
-        table: f"ids of {table}, such as {', '.join(map(repr, ids.values()[:3].to_pylist()))}"
-        for table, ids in known_ids.items()
-        if ids is not None
-    }
+    examples = {table: ids.values()[:3].to_pylist() for table, ids in known_ids.items() if ids is not None}
+    # They may have blanks at the end, say, which an unknown id does not show.
+    listed = {table: f"ids of {table}, such as {', '.join(map(repr, ids))}" for table, ids in examples.items()}
     num_rows = 0
     for part in _open_parts(path, "interactions", findings):
         if part.file is not None:
@@ -111,11 +107,9 @@ def _check_interactions(
             is_rated = "rating" in part.file.schema_arrow.names
         comparable: dict[str, tuple[str, IdCodes]] = {}  # column of interactions -> its entity table and its ids
         for table, column in sc.ID_COLUMNS.items():
-            ids_of_table = known_ids[table]
-            if ids_of_table is None or column not in part.usable:
+            if (ids_of_table := known_ids[table]) is None or column not in part.usable:
                 continue
-            kind = sc.id_type(part.usable[column])
-            if kind == ids_of_table.kind:
+            if (kind := sc.id_type(part.usable[column])) == ids_of_table.kind:
                 comparable[column] = table, ids_of_table
                 continue
             found = f"the column is of type {kind}, but {table}.{column} is of type {ids_of_table.kind}"
@@ -124,9 +118,7 @@ def _check_interactions(
         for first_row, batch in _checked_batches(part, findings):
             for column, (table, ids_of_table) in comparable.items():
                 values = batch[column].cast(ids_of_table.kind, safe=False)
-                rows = np.flatnonzero(
-                    values.is_valid().to_numpy(zero_copy_only=False) & (ids_of_table.find(values) < 0)
-                )
+                rows = np.flatnonzero(values.is_valid().to_numpy(False) & (ids_of_table.find(values) < 0))
                 found = f"{table} has no such {column}:"
                 advice = f"runs leave such rows out, if they are at most half; add the id to {table}, or drop the row"
                 finding = Finding("unknown-entity", "interactions", found, listed[table], advice, column, part.name,
@@ -180,19 +172,15 @@ def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
     findings.add(*time_findings)
     seen = _SeenColumns(table)
     for name, file in files.items():
-        if file is None:
-            yield _Part(table, name)
-            continue
-        faults = schema_findings(table, name, file.schema_arrow)
+        faults = [] if file is None else schema_findings(table, name, file.schema_arrow)
         findings.add(*faults)
-        if any(fault.kind == "duplicate-column" for fault in faults):
+        if file is None or any(fault.kind == "duplicate-column" for fault in faults):
             yield _Part(table, name)
             continue
         for column in filter(sc.is_unnamed, file.schema_arrow.names if table in sc.ID_COLUMNS else ()):
             found = "the column has no name, like row numbers that pandas writes, and is not read"
-            findings.add(
-                Finding("unnamed", table, found, "a name", "name it, or drop it", column, name, is_warning=True)
-            )
+            advice = "name it, or drop it"
+            findings.add(Finding("unnamed", table, found, "a name", advice, column, name, is_warning=True))
         read = [field for field in file.schema_arrow if role_of(table, field.name) is not None]
         findings.add(*seen.differences(name, {field.name: _compared_type(table, field) for field in read}))
         faulty = {fault.column for fault in faults}
@@ -233,10 +221,7 @@ def _compared_type(table: str, field: pa.Field) -> str | None:
 
 
 def _checked_batches(part: _Part, findings: Findings) -> Iterator[tuple[int, dict[str, pa.Array]]]:
-    """Apply the rules for single values; yields the number of each batch's first row, and its values by column.
-
-    Damage to the file that shows only now becomes a finding.
-    """
+    """Apply the rules for single values; yields the number of each batch's first row, and its values by column."""
     if part.file is None:
         return
     columns, first_row = [], 0
@@ -261,7 +246,7 @@ def _checked_batches(part: _Part, findings: Findings) -> Iterator[tuple[int, dic
                 first_row += batch.num_rows
     except FaultyTable as error:
         findings.add(error.finding)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError) as error:  # damage to the file that shows only now
         findings.add(unreadable(part.table, part.name, error))
 
 

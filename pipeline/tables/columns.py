@@ -105,8 +105,7 @@ def no_date(values: pa.Array) -> pa.Array:
 def _odd(values: pa.Array) -> pa.Array:
     seconds = _seconds(values)
     ahead_s = int(datetime.datetime.now(datetime.UTC).timestamp()) + YEAR_S  # not every int64 fits a float64
-    is_odd = pc.or_(pc.less(seconds, YEAR_S), pc.greater(seconds, ahead_s))
-    return pc.and_not(is_odd, out_of_range(values))
+    return pc.and_not(pc.or_(pc.less(seconds, YEAR_S), pc.greater(seconds, ahead_s)), out_of_range(values))
 
 
 def _in_list(values: pa.Array, broken: Callable[[pa.Array], pa.Array]) -> pa.Array:

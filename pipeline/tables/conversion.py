@@ -58,10 +58,7 @@ def with_points(column: pa.Array) -> pa.Array:
 
 
 def whole_numbers(column: pa.Array, advice: str = "export larger ids as text") -> pa.Array:
-    """Float or decimal ids as int64. Raises ConversionFault for one with a fraction, or too large to be exact.
-
-    `advice`: what to do about larger ids.
-    """
+    """Float or decimal ids as int64. Raises ConversionFault, with `advice`, for a fraction or one that is not exact."""
     column = sc.plain_column(column)
 
     def convert(values: pa.Array) -> pa.Array:

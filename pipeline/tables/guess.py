@@ -205,9 +205,7 @@ def guess_mapping(sources: list[SourceTable]) -> GuessedMapping:
         if log.is_text(of_log) != entities.is_text(of_id):
             guessed.mapping.setdefault("ids", {})[f"{side}_id"] = "string"
             guessed.reasons["ids", f"{side}_id"] = "guessed: numbers in one of the files, text in the other"
-    for source in sources:
-        if source not in (log, items, users):
-            guessed.notes.append(f"{source.name} is not used")
+    guessed.notes.extend(f"{source.name} is not used" for source in sources if source not in (log, items, users))
     for path, reason in guessed.reasons.items():
         if reason.startswith("no guess"):
             guessed.notes.append(f"{'.'.join(path)} is empty in the mapping; fill it in ({reason})")

@@ -16,11 +16,8 @@ import pyarrow.compute as pc
 
 from laserbatch.pipeline.errors import ConfigError, TableError
 from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS, write_parquet
-from laserbatch.pipeline.tables import settings
+from laserbatch.pipeline.tables import conversion, database, layout, settings
 from laserbatch.pipeline.tables.columns import blank
-from laserbatch.pipeline.tables.conversion import FLOAT_ID, WHOLE_ID
-from laserbatch.pipeline.tables.database import query_record
-from laserbatch.pipeline.tables.layout import name_left_out, unnamed_files
 from laserbatch.pipeline.tables.schema import CREATED_AT, ID_COLUMNS, is_unnamed, plain_column, widened
 from laserbatch.pipeline.tables.settings import EntityMapping, ImportMapping, InteractionMapping, SourceFiles
 from laserbatch.pipeline.tables.source import SourceBatch, list_source, read_source
@@ -43,7 +40,7 @@ def import_mapped(
     mapping: ImportMapping,
     source: Path | str,
     out: Path | str,
-    progress: Progress | None = None,
+    progress: Progress = lambda num_rows, table: None,
     note: Callable[[str], object] = lambda text: None,
 ) -> dict[str, int]:
     """Make the three tables from the files of a folder.
@@ -71,23 +68,22 @@ def import_mapped(
         schema = pa.schema([("user_id", ids.kind)])
         write_parquet(users.to_batches(ROW_GROUP_ROWS), Path(out, "users.parquet"), schema)
     listings = [list_source(part, Path(source), table) for table, part in mapping.tables().items()]
-    unnamed = unnamed_files(Path(source), listings).items()
+    unnamed = layout.unnamed_files(Path(source), listings).items()
     # A Delta table, say, is read from a copy of its rows.
     read = [Path(out).resolve(), *(Path(source, str(part.files)).resolve() for part in mapping.tables().values())]
     is_read = {path: any(of.is_relative_to(path.resolve()) for of in read) for path, _ in unnamed}
-    for sentence in name_left_out({path: reason for path, reason in unnamed if not is_read[path]}):
+    for sentence in layout.name_left_out({path: reason for path, reason in unnamed if not is_read[path]}):
         note(sentence)
     return dict(work.dropped)
 
 
 @dataclass
 class _Unknown:
-    """The number of interactions with ids that no table lists, and examples of those ids and of listed ones."""
+    """Examples of ids that a table lists and of others in the interactions, and the number of rows compared."""
 
     listed: list
     examples: list = field(default_factory=list)
     num_rows: int = 0
-    num_unknown: int = 0
 
 
 @dataclass
@@ -108,7 +104,7 @@ class _Import:
     mapping: ImportMapping
     source: Path
     out: Path
-    progress: Progress | None
+    progress: Progress
     note: Callable[[str], object]
     whole: frozenset[str] = frozenset()  # id columns in which 123.0 is read as 123
     dropped: Counter[str] = field(default_factory=Counter)
@@ -138,7 +134,7 @@ class _Import:
         form, distinct = self.forms.setdefault((column, batch.file), Counter()), pc.unique(ids.drop_null())
         if distinct.type == pa.string():
             distinct = distinct.filter(pc.invert(blank(distinct)))
-            for name, pattern in (("whole", WHOLE_ID), ("float", FLOAT_ID)):
+            for name, pattern in (("whole", conversion.WHOLE_ID), ("float", conversion.FLOAT_ID)):
                 form[name] += pc.match_substring_regex(distinct, pattern).true_count
         else:
             form["whole"] += len(distinct)
@@ -195,8 +191,7 @@ class _Import:
                     if column in rows.schema.names:
                         ids.setdefault(column, IdCodes(rows[column].type)).add(rows[column])
                 yield batch.file, rows
-                if self.progress is not None:
-                    self.progress(batch.rows.num_rows, table)
+                self.progress(batch.rows.num_rows, table)
 
         parts = batches()
         start = next(parts, None)
@@ -206,7 +201,7 @@ class _Import:
             )
         first_file, first = start
         others = (rows for _, rows in parts)
-        record = query_record(first_file, files.query) if files.query is not None else None
+        record = database.query_record(first_file, files.query) if files.query is not None else None
         write_parquet(chain([first], others), self.out / f"{table}.parquet", first.schema.with_metadata(record))
         self.judge_times(table)
         return ids
@@ -271,27 +266,26 @@ class _Import:
                     self.unknown[column] = _Unknown(ids.values().slice(0, NUM_EXAMPLES).to_pylist())
                 unknown = self.unknown[column]
                 unknown.num_rows += len(is_known)
-                unknown.num_unknown += len(is_known) - is_known.true_count
-                if len(unknown.examples) < NUM_EXAMPLES:
-                    others = pc.unique(rows[column].filter(pc.invert(is_known))).slice(0, NUM_EXAMPLES).to_pylist()
-                    unknown.examples = list(dict.fromkeys([*unknown.examples, *others]))[:NUM_EXAMPLES]
+                others = pc.unique(rows[column].filter(pc.invert(is_known))).slice(0, NUM_EXAMPLES).to_pylist()
+                unknown.examples = list(dict.fromkeys([*unknown.examples, *others]))[:NUM_EXAMPLES]
                 rows = self._filtered(rows, is_known, f"interactions of unknown {column}")
         return rows
 
     def require_known(self, mapping: InteractionMapping) -> None:
         """Note ids of interactions that are in no table. Raises TableError if they are more than the mapping allows."""
         for column, unknown in self.unknown.items():
+            num_unknown = self.dropped[f"interactions of unknown {column}"]
             found = (
-                f"table interactions: {unknown.num_unknown:,} of {unknown.num_rows:,} rows have a {column} that is in "
+                f"table interactions: {num_unknown:,} of {unknown.num_rows:,} rows have a {column} that is in "
                 f"no table, such as {', '.join(map(repr, unknown.examples))}; the table with its column {column} has "
                 f"ids such as {', '.join(map(repr, unknown.listed))}"
             )
-            if unknown.num_unknown > mapping.max_unknown_share * unknown.num_rows:
+            if num_unknown > mapping.max_unknown_share * unknown.num_rows:
                 raise TableError(
                     f"{found}. Write the ids alike; or, to leave out so many rows, raise `max_unknown_share` (now "
                     f"{mapping.max_unknown_share:g}) under `interactions` in the mapping."
                 )
-            if unknown.num_unknown:
+            if num_unknown:
                 self.note(f"{found}. These rows are left out; if the ids should match, write them alike")
 
     def _filtered(self, rows: pa.RecordBatch, mask: pa.Array, rule: str) -> pa.RecordBatch:

@@ -83,13 +83,10 @@ class TablePart:
         is_equal = pc.fill_null(is_equal, False)
         if not pc.all(is_equal, min_count=0).as_py():
             row = pc.index(is_equal, False).as_py()
-            raise FaultyTable(
-                Finding(
-                    "partition-differs", self.table, "the row's value differs from the name of its folder:",
-                    repr(shown_value(expected)), "rename the folder, or drop the column from the file", name,
-                    shown_path(self.path), first_row + row, shown_value(plain[row]), num_rows=1,
-                )
-            )  # fmt: skip
+            found, shown = "the row's value differs from the name of its folder:", repr(shown_value(expected))
+            advice = "rename the folder, or drop the column from the file"
+            place = name, shown_path(self.path), first_row + row, shown_value(plain[row])
+            raise FaultyTable(Finding("partition-differs", self.table, found, shown, advice, *place, num_rows=1))
 
 
 class PartFile:
@@ -165,14 +162,11 @@ def typed_parts(files: Sequence[ListedFile], table: str, as_text: bool = False) 
         for name, text in file.partitions.items():
             texts.setdefault(name, []).extend([] if text is None else [text])
     kinds = {name: pa.string() if as_text else partition_type(of_name) for name, of_name in texts.items()}
-    return [
-        TablePart(
-            file.path,
-            table,
-            {name: pa.scalar(text, pa.string()).cast(kinds[name]) for name, text in file.partitions.items()},
-        )
-        for file in files
-    ]
+
+    def typed(texts: dict[str, str | None]) -> dict[str, pa.Scalar]:
+        return {name: pa.scalar(text, pa.string()).cast(kinds[name]) for name, text in texts.items()}
+
+    return [TablePart(file.path, table, typed(file.partitions)) for file in files]
 
 
 def partition_type(texts: Sequence[str]) -> pa.DataType:

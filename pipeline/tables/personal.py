@@ -168,8 +168,7 @@ def personal_columns(entities: pa.Table, side: Side, columns: list[str]) -> dict
         column = column if _is_large(column.type) else plain_column(column)
         if not pt.is_boolean(column.type):
             values = _some_values(column)
-            looks_like = _by_name(name, side, column, values) or _by_values(name, side, values)
-            if looks_like is not None:
+            if looks_like := _by_name(name, side, column, values) or _by_values(name, side, values):
                 personal[name] = looks_like
     return personal
 
@@ -228,15 +227,9 @@ def form_of(value: str, name: str, side: Side) -> str | None:
     if match is None:
         return None
     form = next(form for form in _FORMS if match[form] is not None)
-    if side == "item" and form not in _OF_ITEMS:
-        return None
-    if form == "ip" and ("version" in name.lower() or not _is_ip(value)):
-        return None
-    if form == "iban" and not _is_iban(value):
-        return None
-    if form == "card" and not _is_card(value):
-        return None
-    return form
+    is_refused = (side == "item" and form not in _OF_ITEMS) or (form == "ip" and "version" in name.lower())
+    is_valid = {"ip": _is_ip, "iban": _is_iban, "card": _is_card}.get(form, bool)
+    return form if is_valid(value) and not is_refused else None
 
 
 def _is_ip(value: str) -> bool:

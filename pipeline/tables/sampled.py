@@ -16,9 +16,7 @@ import pyarrow.compute as pc
 
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.storage.parquet import write_parquet
-from laserbatch.pipeline.tables.part_columns import read_table
-from laserbatch.pipeline.tables.read import end_of_day
-from laserbatch.pipeline.tables.streamed import OpenTables
+from laserbatch.pipeline.tables import part_columns, read, streamed
 
 DAY_US = 86_400_000_000
 
@@ -34,7 +32,7 @@ class SampleFigures:
     share_kept: float
 
 
-def day_of_share(tables: OpenTables, share: float) -> datetime.date:
+def day_of_share(tables: streamed.OpenTables, share: float) -> datetime.date:
     """The last day (UTC) by the end of which at most a share of all interactions had happened.
 
     Raises TableError if there is none, because the first day alone has a larger share.
@@ -56,7 +54,7 @@ def day_of_share(tables: OpenTables, share: float) -> datetime.date:
 
 
 def write_sample(
-    tables: OpenTables, folder: Path, date: datetime.date, num_users: int, num_items: int
+    tables: streamed.OpenTables, folder: Path, date: datetime.date, num_users: int, num_items: int
 ) -> SampleFigures:
     """Write users, items and interactions of a sample into a folder, with all of their columns.
 
@@ -64,8 +62,8 @@ def write_sample(
     `num_items` items that these met most often up to then (if equal, the lower id); then all interactions between both,
     later ones too. The same tables and arguments give the same bytes. Raises TableError if no user or item is known.
     """
-    cutoff = end_of_day(date)
-    users, items = (read_table(tables.interactions.folder, table, cutoff) for table in ("users", "items"))
+    cutoff = read.end_of_day(date)
+    users, items = (part_columns.read_table(tables.interactions.folder, table, cutoff) for table in ("users", "items"))
     for name, known in (("user", users), ("item", items)):
         if not known.num_rows:
             raise TableError(
@@ -104,7 +102,7 @@ def write_sample(
     return SampleFigures(users.num_rows, items.num_rows, written.num_rows, written.num_rows - num_early, share)
 
 
-def _of(tables: OpenTables, ids: dict[str, pa.Array], columns: list[str]) -> Iterator[pa.RecordBatch]:
+def _of(tables: streamed.OpenTables, ids: dict[str, pa.Array], columns: list[str]) -> Iterator[pa.RecordBatch]:
     """The interactions with some ids, in the order of their files."""
     for batch in tables.interactions.to_batches(columns):
         for name, chosen in ids.items():

@@ -20,10 +20,8 @@ import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.storage.atomic import replaced_folders
-from laserbatch.pipeline.tables.fetched import local_tables, shown_path
+from laserbatch.pipeline.tables import fetched, layout, parts
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding, unreadable
-from laserbatch.pipeline.tables.layout import ListedFile, Listing, list_folder, name_left_out
-from laserbatch.pipeline.tables.parts import TablePart, typed_parts
 
 TABLE_NAMES = ("users", "items", "interactions")
 ENTITY_TABLES = {"user": "users", "item": "items"}  # side -> table
@@ -44,11 +42,10 @@ UNITS_PER_SECOND: dict[str, int] = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**
 
 def tables_folder(path: Path | str) -> Path:
     """The local folder of tables, or of the local copy of tables at a URI. Raises TableError if it is not there."""
-    path = local_tables(path, TABLE_NAMES)
+    path = fetched.local_tables(path, TABLE_NAMES)
     if not path.is_dir():
-        found = f"{path} is not a folder" if path.exists() else f"{path} is not there"
-        expected = "a folder with the tables users, items and interactions"
-        advice = "check the path"
+        found = f"{path} is not {'a folder' if path.exists() else 'there'}"
+        expected, advice = "a folder with the tables users, items and interactions", "check the path"
         if replaced := replaced_folders(path):
             advice = f"a command that replaced them was killed: give it again, or move {replaced[-1]} to {path}"
         raise FaultyTable(Finding("missing-table", "tables", found, expected, advice))
@@ -64,42 +61,41 @@ def require_only_tables(folder: Path) -> None:
         raise TableError(f"{folder} has {names}, and only tables are replaced. Give another folder, or move them away.")
 
 
-def list_table(root: Path | str, table: str) -> Listing:
+def list_table(root: Path | str, table: str) -> layout.Listing:
     """The Parquet files of a table (for a URI, of its local copy), and the files of its folder that are left out.
 
     Raises FaultyTable if there is neither `<table>.parquet` nor a folder `<table>` with Parquet files, or if there are
     both, and like `list_folder`.
     """
-    root = local_tables(root, TABLE_NAMES)
+    root = fetched.local_tables(root, TABLE_NAMES)
     file, folder = root / f"{table}.parquet", root / table
     # Spark and others make a folder named users.parquet.
     folders = [path for path in (folder, file) if path.is_dir()]
     others = [root / f"{name}{suffix}" for name in TABLE_NAMES if name != table for suffix in ("", ".parquet")]
     siblings = [other for other in others if other.is_dir()]
     try:
-        listings = [list_folder(path, table, siblings=siblings) for path in folders]
+        listings = [layout.list_folder(path, table, siblings=siblings) for path in folders]
     except OSError as error:
-        raise FaultyTable(unreadable(table, shown_path(folders[0]), error)) from None
-    with_rows = [Listing([ListedFile(file)], {})] if file.is_file() else []
+        raise FaultyTable(unreadable(table, fetched.shown_path(folders[0]), error)) from None
+    with_rows = [layout.Listing([layout.ListedFile(file)], {})] if file.is_file() else []
     with_rows += [listing for listing in listings if listing.files]
     if len(with_rows) > 1:
-        found = f"both {shown_path(file)} and {shown_path(folder)} exist"
+        found = f"both {fetched.shown_path(file)} and {fetched.shown_path(folder)} exist"
         raise FaultyTable(Finding("missing-table", table, found, "one of them", "remove the other"))
     if not with_rows:
-        found = f"{shown_path(folders[-1])} has no .parquet files" if folders else "the table is missing"
+        found = f"{fetched.shown_path(folders[-1])} has no .parquet files" if folders else "the table is missing"
         if not folders and (near := sorted(path.name for path in root.glob(f"*{table}*"))):
             found += f"; files with similar names are {', '.join(near)}"
-        found = "; ".join([found, *(text for listing in listings for text in name_left_out(listing.left_out))])
-        at = shown_path(root / table)
+        found = "; ".join([found, *(text for listing in listings for text in layout.name_left_out(listing.left_out))])
+        at, advice = fetched.shown_path(root / table), "write it there, or make it with `laserbatch data import`"
         expected = f"{at}.parquet or {at}/*.parquet"
-        advice = "write it there, or make it with `laserbatch data import`"
         raise FaultyTable(Finding("missing-table", table, found, expected, advice))
     return with_rows[0]
 
 
-def table_parts(root: Path | str, table: str) -> list[TablePart]:
+def table_parts(root: Path | str, table: str) -> list[parts.TablePart]:
     """The Parquet files of a table with the columns of their folders. Raises FaultyTable like `list_table`."""
-    return typed_parts(list_table(root, table).files, table)
+    return parts.typed_parts(list_table(root, table).files, table)
 
 
 def attribute_columns(schema: pa.Schema, table: str) -> list[str]:
@@ -127,9 +123,7 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
         return plain_type(kind.value_type)
     if is_text(kind) or pt.is_null(kind):
         return pa.string()
-    if is_list(kind) and plain_type(kind.value_type) == pa.string():
-        return PATH_TYPE
-    return kind
+    return PATH_TYPE if is_list(kind) and plain_type(kind.value_type) == pa.string() else kind
 
 
 def id_type(kind: pa.DataType) -> pa.DataType | None:
@@ -142,10 +136,8 @@ def id_type(kind: pa.DataType) -> pa.DataType | None:
 
 def is_attribute_type(kind: pa.DataType) -> bool:
     plain = plain_type(kind)
-    is_bytes = (
-        pt.is_binary(plain) or pt.is_large_binary(plain) or pt.is_fixed_size_binary(plain) or pt.is_binary_view(plain)
-    )
-    return plain == PATH_TYPE or not (pt.is_nested(plain) or pt.is_interval(plain) or is_bytes)
+    kinds = (pt.is_nested, pt.is_interval, pt.is_binary, pt.is_large_binary, pt.is_fixed_size_binary, pt.is_binary_view)
+    return plain == PATH_TYPE or not any(is_kind(plain) for is_kind in kinds)
 
 
 def is_time_type(kind: pa.DataType) -> bool:

@@ -36,9 +36,7 @@ class TablesSettings(Strict):
     @field_validator("path", mode="before")
     @classmethod
     def _of_its_kind(cls, path: object) -> object:
-        if is_uri(path):
-            return without_credentials(path)
-        return Path(path) if isinstance(path, str) else path
+        return without_credentials(path) if is_uri(path) else Path(path) if isinstance(path, str) else path
 
     @property
     def required_path(self) -> Path | str:
@@ -169,7 +167,7 @@ class SourceFiles(Strict):
         return files
 
     @model_validator(mode="after")
-    def _has_one_source(self) -> "SourceFiles":
+    def _agrees_with_itself(self) -> "SourceFiles":
         if (self.files is None) == (self.query is None):
             raise ValueError("expected either `files`, or a `query` to the `database`; give one of them")
         if (self.query is None) != (self.database is None):
@@ -178,6 +176,11 @@ class SourceFiles(Strict):
         of_files = {"csv", "delimiter", "encoding", "column_names"} & self.model_fields_set
         if self.query is not None and of_files:
             raise ValueError(f"`{min(of_files)}` applies only to files, not to a `query`; leave it out")
+        for key in ("delimiter", "encoding"):
+            if len({getattr(self, key), getattr(self.csv, key)} - {None}) > 1:
+                raise ValueError(f"`{key}` and `csv.{key}` differ; keep the one in `csv`")
+        if len(self.csv.delimiter or self.delimiter or "") > 1 and (self.csv.quote or self.csv.escape):
+            raise ValueError("`quote` and `escape` need a `delimiter` of one character; leave them out, or change it")
         return self
 
     def _require_readable_database(self) -> None:
@@ -194,16 +197,6 @@ class SourceFiles(Strict):
                 "expected the `database` as a file in the source folder, as an absolute path, or as "
                 "postgresql://user@host/name"
             )
-
-    @model_validator(mode="after")
-    def _is_said_once(self) -> "SourceFiles":
-        for key in ("delimiter", "encoding"):
-            values = {getattr(self, key), getattr(self.csv, key)} - {None}
-            if len(values) > 1:
-                raise ValueError(f"`{key}` and `csv.{key}` differ; keep the one in `csv`")
-        if len(self.csv.delimiter or self.delimiter or "") > 1 and (self.csv.quote or self.csv.escape):
-            raise ValueError("`quote` and `escape` need a `delimiter` of one character; leave them out, or change it")
-        return self
 
     def csv_format(self, path: PurePath) -> FileFormat:
         delimiter = self.csv.delimiter or self.delimiter or ("\t" if ".tsv" in path.suffixes else ",")

@@ -14,17 +14,13 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError, first_line
-from laserbatch.pipeline.tables import conversion
+from laserbatch.pipeline.tables import conversion, csv_files, fetched, layout, times
 from laserbatch.pipeline.tables.columns import ATTRIBUTE, ID
 from laserbatch.pipeline.tables.conversion import DECIMAL_COMMA, ConversionFault, to_path, to_time, to_type
-from laserbatch.pipeline.tables.csv_files import csv_fault, read_csv
 from laserbatch.pipeline.tables.database import is_server, query_rows, shown_database
-from laserbatch.pipeline.tables.fetched import shown_path
-from laserbatch.pipeline.tables.layout import ListedFile, Listing, is_parquet, list_pattern, name_left_out
 from laserbatch.pipeline.tables.parts import TablePart, typed_parts
 from laserbatch.pipeline.tables.schema import PATH_TYPE, id_type, plain_column, plain_type
 from laserbatch.pipeline.tables.settings import SourceColumn, SourceFiles
-from laserbatch.pipeline.tables.times import span_of
 from laserbatch.pipeline.validation import nearest
 
 BATCH_ROWS = 16 * 1024  # few enough that a batch of a list column seldom has 2 GiB, which Arrow cannot read
@@ -51,7 +47,7 @@ class SourceBatch:
 
     def numbers(self, name: str) -> tuple[int, int] | None:
         """The least and the greatest number of a column; None if it does not hold numbers."""
-        return span_of(plain_column(self._column(name)))
+        return times.span_of(plain_column(self._column(name)))
 
     def ids(self, name: str, column_of_table: str, target: str, is_whole: bool = False) -> pa.Array:
         """A column of ids for a column of the tables; `target` as in `settings.IdTypes`.
@@ -144,15 +140,15 @@ class SourceBatch:
             raise TableError(f"{self.file}, column {name}: {error}. Correct the mapping of this column.") from None
 
 
-def list_source(files: SourceFiles, source: Path, table: str) -> Listing:
+def list_source(files: SourceFiles, source: Path, table: str) -> layout.Listing:
     """The files that one table's part of a mapping names, in name order, or its database file; none for a server.
 
     Raises TableError like `list_pattern`.
     """
     if files.database is not None:
-        return Listing([] if is_server(files.database) else [ListedFile(source / files.database)], {})
+        return layout.Listing([] if is_server(files.database) else [layout.ListedFile(source / files.database)], {})
     assert files.files is not None
-    return list_pattern(source, files.files, table)
+    return layout.list_pattern(source, files.files, table)
 
 
 def read_source(
@@ -173,11 +169,11 @@ def read_source(
         return
     if not listing.files:
         found = f"there is no file {source / str(files.files)}" if source.is_dir() else f"{source} is not a folder"
-        found = "; ".join([found, *name_left_out(listing.left_out)])
+        found = "; ".join([found, *layout.name_left_out(listing.left_out)])
         raise TableError(f"table {table}: {found}; expected a folder with the `files` of the mapping.")
-    is_csv = {file.path: not is_parquet(file.path) for file in listing.files}
+    is_csv = {file.path: not layout.is_parquet(file.path) for file in listing.files}
     for part in typed_parts(listing.files, table, as_text=any(is_csv.values())):
-        first_row, path = 0, Path(shown_path(part.path))
+        first_row, path = 0, Path(fetched.shown_path(part.path))
         try:
             for rows in _csv(part, files, note) if is_csv[part.path] else part.open().iter_batches(BATCH_ROWS):
                 if rows.num_rows:
@@ -185,7 +181,7 @@ def read_source(
                     yield SourceBatch(path, first_row, _as_text(rows), is_csv[part.path], decimal)
                     first_row += rows.num_rows
         except (pa.ArrowException, OSError, UnicodeDecodeError, csv.Error) as error:
-            if is_csv[part.path] and (fault := csv_fault(part.path, files.csv_format(part.path), error)):
+            if is_csv[part.path] and (fault := csv_files.csv_fault(part.path, files.csv_format(part.path), error)):
                 raise TableError(fault) from None
             is_text = is_csv[part.path] and not isinstance(error, OSError)  # as for a damaged compressed file
             advice = (
@@ -210,6 +206,6 @@ def _text(column: pa.Array) -> pa.Array:
 
 def _csv(part: TablePart, files: SourceFiles, note: Callable[[str], object]) -> Iterator[pa.RecordBatch]:
     first_row = 0
-    for rows in read_csv(part.path, files, note):
+    for rows in csv_files.read_csv(part.path, files, note):
         yield part.with_partitions(rows, first_row, part.schema_of(rows.schema).names)
         first_row += rows.num_rows

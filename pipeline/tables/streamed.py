@@ -11,13 +11,10 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError
-from laserbatch.pipeline.tables import part_columns
+from laserbatch.pipeline.tables import conversion, fetched, layout, part_columns
 from laserbatch.pipeline.tables import schema as sc
 from laserbatch.pipeline.tables.columns import ID, out_of_range, role_of, schema_findings
-from laserbatch.pipeline.tables.conversion import ConversionFault, refuse, to_time
-from laserbatch.pipeline.tables.fetched import shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding, Findings
-from laserbatch.pipeline.tables.layout import list_folder, name_left_out
 from laserbatch.pipeline.tables.parts import BATCH_ROWS, TablePart, typed_parts
 from laserbatch.pipeline.tables.read import find_exact_copies, in_log, log_kinds, warn_of_copies
 from laserbatch.pipeline.tables.times import require_units
@@ -92,7 +89,7 @@ def open_tables(path: Path | str, keep_duplicates: bool = False) -> OpenTables:
     path = sc.tables_folder(path)
     users, items = (part_columns.read_table(path, table, None) for table in ("users", "items"))
     for table in sc.TABLE_NAMES:
-        for sentence in name_left_out(sc.list_table(path, table).left_out):
+        for sentence in layout.name_left_out(sc.list_table(path, table).left_out):
             _warn_once(f"table {table}: {sentence}")
     parts = part_columns.open_parts(path, "interactions", partial(logger.warning, "%s"))
     return OpenTables(users, items, OpenInteractions(path, parts, keep_duplicates))
@@ -102,7 +99,7 @@ def iter_column(path: Path, table: str, column: str) -> Iterator[pa.Array]:
     """A required column of a table in batches, as it is stored. Raises TableError like `read_tables`."""
     for part in sc.table_parts(path, table):
         with part_columns.naming_file(table, part.path), part.open() as opened:
-            for finding in schema_findings(table, shown_path(part.path), opened.schema_arrow):
+            for finding in schema_findings(table, fetched.shown_path(part.path), opened.schema_arrow):
                 raise FaultyTable(finding)
             yield from (batch.column(0) for batch in opened.iter_batches(columns=[column]))
 
@@ -113,13 +110,7 @@ def iter_rows(path: Path, table: str, columns: str) -> Iterator[pa.RecordBatch]:
     All rows have their columns in the order of the first file. Raises TableError if a file, which it names, cannot be
     read or has other columns than the first; or if there are no rows, with the expected `columns`.
     """
-    parts = [TablePart(path, table, {})] if path.is_file() else []
-    if path.is_dir():
-        listing = list_folder(path, table)
-        parts = typed_parts(listing.files, table)
-        for sentence in name_left_out(listing.left_out):
-            _warn_once(f"{path}: {sentence}")
-    first, num_rows = None, 0
+    parts, first, num_rows = _parts_at(path, table), None, 0
     for part in parts:
         with part_columns.naming_file(table, part.path), part.open() as opened:
             num_rows += opened.metadata.num_rows
@@ -136,6 +127,15 @@ def iter_rows(path: Path, table: str, columns: str) -> Iterator[pa.RecordBatch]:
     if not num_rows:
         reason = "has no Parquet file with rows" if path.exists() else "is not there"
         raise TableError(f"{path} {reason}; expected a Parquet file, or a folder of Parquet files, with {columns}")
+
+
+def _parts_at(path: Path, table: str) -> list[TablePart]:
+    if not path.is_dir():
+        return [TablePart(path, table, {})] if path.is_file() else []
+    listing = layout.list_folder(path, table)
+    for sentence in layout.name_left_out(listing.left_out):
+        _warn_once(f"{path}: {sentence}")
+    return typed_parts(listing.files, table)
 
 
 def iter_log(path: Path, table: str, needs_time: bool = True) -> Iterator[pa.RecordBatch]:
@@ -160,8 +160,8 @@ def iter_log(path: Path, table: str, needs_time: bool = True) -> Iterator[pa.Rec
 
 def log_unit(path: Path, note: Callable[[Finding], object]) -> str:
     """The unit of integer times in the rows of `iter_log`, inferred from all files; `note` as in `require_units`."""
-    parts, files = [TablePart(path, "interactions", {})], []
-    for part in typed_parts(list_folder(path, "interactions").files, "interactions") if path.is_dir() else parts:
+    files = []
+    for part in _parts_at(path, "interactions"):
         with part_columns.naming_file("interactions", part.path), part.open() as file:
             files.append(file)
     return require_units("interactions", files, note).get("timestamp", "s")
@@ -174,10 +174,10 @@ def log_times(times: pa.Array, unit: str, path: Path, first_row: int = 0, advice
     features and interactions that came after them.
     """
     try:
-        read = to_time(times, unit)
-        refuse(times, out_of_range(read), "a known time")
+        read = conversion.to_time(times, unit)
+        conversion.refuse(times, out_of_range(read), "a known time")
         return read
-    except ConversionFault as fault:
+    except conversion.ConversionFault as fault:
         of_unit = ""
         if pt.is_integer(times.type):
             of_unit = f"; integers are read as {unit} since 1970. {advice} if they are of another unit"

@@ -138,9 +138,8 @@ def other_reading(low: int, high: int) -> str | None:
     is_date = all(1 <= value // 100 % 100 <= 12 and 1 <= value % 100 <= 31 for value in (low, high))
     if low >= 13_000_101 and high <= 26_001_231 and is_date:  # also of the Persian and the Buddhist calendar
         return "dates such as 20240531"
-    if low >= 7_305 and high < 60_000:  # days since 1970, from 1990 on; or a spreadsheet's days since 1900, up to 2064
-        return "days, as spreadsheets count them"
-    return None
+    # Days since 1970, from 1990 on; or a spreadsheet's days since 1900, up to 2064.
+    return "days, as spreadsheets count them" if low >= 7_305 and high < 60_000 else None
 
 
 def span_of(values: pa.Array | pa.ChunkedArray) -> tuple[int, int] | None:

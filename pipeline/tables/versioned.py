@@ -134,8 +134,7 @@ def _delta(folder: Path) -> _Version:
 
 def _saved(folder: Path, table: str) -> _Version:
     paths = _saved_files(folder, table)
-    stats = [path.stat() for path in paths]
-    table_id = " ".join(f"{stat.st_size} {stat.st_mtime_ns}" for stat in stats)
+    table_id = " ".join(f"{stat.st_size} {stat.st_mtime_ns}" for stat in map(Path.stat, paths))
     name = hashlib.sha256((folder / _STATE).read_bytes()).hexdigest()[:16]
     return _Version(f"state-{name}", table_id, lambda: saved_rows(paths))
 
