@@ -36,8 +36,11 @@ def grammar_of(template: PromptTemplate, max_new_tokens: int) -> str | None:
     if template.json_schema is not None:
         return _json_grammar(template.json_schema)
     num_chars = CHARS_PER_TOKEN * max_new_tokens
-    if template.parser in ("aspects", "attributes"):
-        return _lines(_heads(template), num_chars)
+    if template.parser in ("aspects", "attributes"):  # lines that begin with a head, then an optional space and a text
+        first, *others = _heads(template)
+        heads = [json.dumps(head, ensure_ascii=False) for head in (first, *(f"\n{head}" for head in others))]
+        rules = " ".join(f"{head} LINE" for head in heads)
+        return f"start: {rules}\nLINE: / ?{_FIRST}[^\\n]{{0,{_bound(num_chars, len(heads))}}}/\n"
     return _json_grammar(_schema(template, num_chars)) if template.parser == "json" else None
 
 
@@ -80,14 +83,6 @@ def _heads(template: PromptTemplate) -> tuple[str, ...]:
     """The beginnings of the lines of aspects or attributes."""
     is_numbered = template.parser == "aspects"
     return tuple(f"{number}. {name}:" if is_numbered else f"{name}:" for number, name in enumerate(template.factors, 1))
-
-
-def _lines(heads: tuple[str, ...], num_chars: int) -> str:
-    """A grammar of lines that each begin with a head, then an optional space and a text."""
-    rules = " ".join(
-        f"{json.dumps(head, ensure_ascii=False)} LINE" for head in (heads[0], *(f"\n{h}" for h in heads[1:]))
-    )
-    return f"start: {rules}\nLINE: / ?{_FIRST}[^\\n]{{0,{_bound(num_chars, len(heads))}}}/\n"
 
 
 def _schema(template: PromptTemplate, num_chars: int) -> dict[str, Any]:

@@ -32,10 +32,6 @@ class Catalogue:
     popularity: np.ndarray  # float64, hidden, positive
     created_day: np.ndarray  # int, may be negative: before the period
 
-    @property
-    def num_items(self) -> int:
-        return len(self.titles)
-
 
 def make_catalogue(num_items: int, days: int, rng: np.random.Generator) -> Catalogue:
     """Draw a catalogue of `num_items` items, some of which are added on the last of `days` days."""

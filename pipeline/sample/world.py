@@ -198,7 +198,7 @@ def _ids(prefix: str, numbers: np.ndarray) -> pa.Array:
 
 
 def _item_table(catalogue: Catalogue, item_ids: pa.Array, first_s: int, seed: int) -> pa.Table:
-    seconds = np.random.default_rng([seed, 3]).integers(SIGN_UP_S, size=catalogue.num_items)
+    seconds = np.random.default_rng([seed, 3]).integers(SIGN_UP_S, size=len(catalogue.titles))
     paths = pa.array([list(path) for path in lore.CATEGORY_PATHS], pa.list_(pa.string()))
     return pa.table(
         {
@@ -229,14 +229,14 @@ def _interaction_table(
     item = _what(users, user, day, catalogue, days, rng)
     exists = catalogue.created_day[item] <= day
     user, day, item = user[exists], day[exists], item[exists]
-    _, first = np.unique(user * np.int64(catalogue.num_items) + item, return_index=True)
+    _, first = np.unique(user * np.int64(len(catalogue.titles)) + item, return_index=True)
     user, day, item = user[first], day[first], item[first]
     rating = _rating(users, user, item, catalogue, rng)
     when_s = first_s + day * DAY_S + rng.integers(SIGN_UP_S, DAY_S, size=len(user))
     if num_asked:
         raters, moments, items = _asked(users, num_asked, days, future_days, catalogue, asked_rng)
-        seen = user * np.int64(catalogue.num_items) + item
-        is_new = ~np.isin(raters * np.int64(catalogue.num_items) + items, seen)
+        seen = user * np.int64(len(catalogue.titles)) + item
+        is_new = ~np.isin(raters * np.int64(len(catalogue.titles)) + items, seen)
         raters, items = raters[is_new], items[is_new]
         user, item = np.concatenate([user, raters]), np.concatenate([item, items])
         rating = np.concatenate([rating, _rating(users, raters, items, catalogue, asked_rng)])
@@ -280,8 +280,8 @@ def _asked(
     moments = (days + rng.integers(future_days, size=num)) * DAY_S + rng.integers(SIGN_UP_S, DAY_S, size=num)
     user = np.repeat(np.arange(num), num_asked)
     item = _what(users, user, np.full(len(user), days), catalogue, days, rng)
-    pairs = np.unique(user * np.int64(catalogue.num_items) + item)
-    return pairs // catalogue.num_items, moments, pairs % catalogue.num_items
+    pairs = np.unique(user * np.int64(len(catalogue.titles)) + item)
+    return pairs // len(catalogue.titles), moments, pairs % len(catalogue.titles)
 
 
 def _what(

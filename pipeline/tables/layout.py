@@ -76,17 +76,16 @@ def list_folder(
     Raises FaultyTable if a writer has not finished, several versions lie together, or a partition's name is invalid.
     """
     left_out: dict[Path, str] = {}
-    if format_of(folder):
-        return Listing([ListedFile(current_rows(folder, table))], {})
+    if kind := format_of(folder):
+        return Listing([ListedFile(current_rows(folder, kind, table))], {})
 
     def files_under(at: Path, partitions: dict[str, str | None]) -> list[ListedFile]:
-        level = _read_level(at, folder, table)
-        left_out.update(level.left_out)
-        files = [ListedFile(path, partitions) for path in level.files if has_rows(path)]
+        folders, paths, others = _read_level(at, folder, table)
+        files = [ListedFile(path, partitions) for path in paths if has_rows(path)]
         reason = "is not Parquet" if has_rows is is_parquet else "is neither Parquet nor CSV"
-        left_out.update({path: reason for path in level.files if not has_rows(path)})
+        left_out.update(others | {path: reason for path in paths if not has_rows(path)})
         with_rows = []
-        for sub in level.folders:
+        for sub in folders:
             if below := files_under(sub, partitions | _partition(sub, partitions, table)):
                 with_rows.append(sub)
                 files += below
@@ -118,8 +117,8 @@ def list_pattern(source: Path, pattern: str, table: str) -> Listing:
     if num_fixed < len(parts):
         folders = {base} | {folder for path in matched for folder in _folders(path.parent, base)}
         levels = [_read_level(folder, base, table) for folder in sorted(folders) if folder.is_dir()]
-        left_out = {path: reason for level in levels for path, reason in level.left_out.items()}
-        with_rows = {path for level in levels for path in level.files}
+        left_out = {path: reason for *_, others in levels for path, reason in others.items()}
+        with_rows = {path for _, files, _ in levels for path in files}
         if parts[-1].startswith((".", "_")):
             with_rows |= {path for path, reason in left_out.items() if reason == HIDDEN}
         matched = [path for path in matched if path in with_rows]
@@ -161,19 +160,11 @@ def name_left_out(left_out: dict[Path, str]) -> list[str]:
     return sentences
 
 
-@dataclass(frozen=True)
-class _Level:
-    """The direct contents of a folder: sub-folders to read, files that may have rows, and what is left out."""
-
-    folders: list[Path]
-    files: list[Path]
-    left_out: dict[Path, str]
-
-
 HIDDEN = "is hidden (its name begins with . or _)"
 
 
-def _read_level(folder: Path, root: Path, table: str) -> _Level:
+def _read_level(folder: Path, root: Path, table: str) -> tuple[list[Path], list[Path], dict[Path, str]]:
+    """The direct contents of a folder: sub-folders to read, files that may have rows, and what is left out."""
     _require_plain([folder], table)
     folders, files, left_out = [], [], {}
     for path in sorted(folder.iterdir()):
@@ -204,7 +195,7 @@ def _read_level(folder: Path, root: Path, table: str) -> _Level:
             files.append(path)
     removed = _removed_by_commits(folder, table)
     left_out |= {path: "was replaced by a later commit (`_committed_...`)" for path in files if path.name in removed}
-    return _Level(folders, [path for path in files if path.name not in removed], left_out)
+    return folders, [path for path in files if path.name not in removed], left_out
 
 
 def _is_hidden(name: str) -> bool:

@@ -114,10 +114,10 @@ class _Import:
 
     def write_all(self) -> dict[str, IdCodes]:
         """Write the three tables, users only if they are mapped. Returns the ids of interactions by column."""
-        known = {"item_id": self.write("items", self.mapping.items, self.entity_columns)["item_id"]}
+        known = {"item_id": self.write("items", self.mapping.items, {})["item_id"]}
         if self.mapping.users is not None:
-            known = {"user_id": self.write("users", self.mapping.users, self.entity_columns)["user_id"]} | known
-        return self.write("interactions", self.mapping.interactions, self.interaction_columns, known)
+            known = {"user_id": self.write("users", self.mapping.users, {})["user_id"]} | known
+        return self.write("interactions", self.mapping.interactions, known)
 
     def whole_ids(self) -> frozenset[str]:
         """Id columns with whole numbers in all files, where at least one file writes all of them as 123.0."""
@@ -174,10 +174,9 @@ class _Import:
                     f"({shown_span(times.low, times.high, times.unit)}); if that is wrong, set `unit` in the mapping"
                 )
 
-    def write(
-        self, table: str, files: SourceFiles, columns_of: ColumnsOf, known: Mapping[str, IdCodes] | None = None
-    ) -> dict[str, IdCodes]:
+    def write(self, table: str, files: SourceFiles, known: Mapping[str, IdCodes]) -> dict[str, IdCodes]:
         """Write a table and return the ids in it by column. `known`: by column, the ids that its rows may have."""
+        columns_of: ColumnsOf = self.interaction_columns if table == "interactions" else self.entity_columns
         ids: dict[str, IdCodes] = {}
 
         def batches() -> Iterator[tuple[Path, pa.RecordBatch]]:
@@ -186,7 +185,7 @@ class _Import:
                 rows = pa.RecordBatch.from_pydict(columns_of(batch, table, files))
                 first = first or (rows.schema, batch.file)
                 rows = _alike(rows, batch.file, *first, table)
-                rows = self._with_known(self._without_blanks(rows, files, table), files, known or {}, batch.file)
+                rows = self._with_known(self._without_blanks(rows, files, table), files, known, batch.file)
                 for column in ID_COLUMNS.values():
                     if column in rows.schema.names:
                         ids.setdefault(column, IdCodes(rows[column].type)).add(rows[column])

@@ -148,17 +148,14 @@ def read_table(path: Path, name: str, cutoff: pa.Scalar | None, files: MappedFil
     parts = [_cut(part, name, cutoff) for part in open_parts(path, name)]
     columns = {}
     for block in _blocks(parts, names_in(parts, lambda column: roles.role_of(name, column) is not None)):
-        values = _in_one_chunk(read_columns(parts, name, block))
+        stored = read_columns(parts, name, block).columns
+        large = (column.cast(_large(column.type)) if column.nbytes > MAX_BYTES else column for column in stored)
+        values = pa.table([column.combine_chunks() for column in large], names=block)
         values = values if files is None else files.table(values)
         columns |= dict(zip(block, values.columns, strict=True))
-        del values
+        del values, stored
         pa.default_memory_pool().release_unused()
     return pa.table(columns)
-
-
-def _in_one_chunk(columns: pa.Table) -> pa.Table:
-    large = (column.cast(_large(column.type)) if column.nbytes > MAX_BYTES else column for column in columns.columns)
-    return pa.table([column.combine_chunks() for column in large], names=columns.column_names)
 
 
 def _large(kind: pa.DataType) -> pa.DataType:

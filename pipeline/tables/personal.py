@@ -165,17 +165,13 @@ def personal_columns(entities: pa.Table, side: Side, columns: list[str]) -> dict
     personal = {}
     for name in columns:
         column = entities[name]
-        column = column if _is_large(column.type) else plain_column(column)
+        text = column.type.value_type if pt.is_list(column.type) else column.type
+        column = column if pt.is_large_string(text) else plain_column(column)  # the plain type holds up to 2 GiB
         if not pt.is_boolean(column.type):
             values = _some_values(column)
             if looks_like := _by_name(name, side, column, values) or _by_values(name, side, values):
                 personal[name] = looks_like
     return personal
-
-
-def _is_large(kind: pa.DataType) -> bool:
-    """Whether a column's text may have more than 2 GiB, which its plain type cannot hold."""
-    return pt.is_large_string(kind) or (pt.is_list(kind) and pt.is_large_string(kind.value_type))
 
 
 def plain_name(name: str) -> str:

@@ -157,20 +157,16 @@ def _read_log(path: Path, cutoff: pa.Scalar | None, files: MappedFiles, is_numbe
     log = logs.StoredLog(kinds, sum(part.metadata.num_rows for part in parts), files)
     for part in parts:
         with naming_file("interactions", part.file.path):
-            _append(log, part, kinds, cutoff)
+            for columns in part.batches(kinds):
+                times = columns["timestamp"]
+                part_columns.require_times("interactions", part, "timestamp", times)
+                columns["row"] = pa.array(np.arange(log.num_rows, log.num_rows + len(times)))
+                if cutoff is not None:
+                    is_read = pc.fill_null(pc.less(times, sc.time_scalar(cutoff, times.type)), False)
+                    columns = {name: values.filter(is_read) for name, values in columns.items()}
+                log.append({name: in_log(columns, name, kind) for name, kind in kinds.items()})
     log.sort_ids()
     return log
-
-
-def _append(log: logs.StoredLog, part: OpenPart, kinds: dict[str, pa.DataType], cutoff: pa.Scalar | None) -> None:
-    for columns in part.batches(kinds):
-        times = columns["timestamp"]
-        part_columns.require_times("interactions", part, "timestamp", times)
-        columns["row"] = pa.array(np.arange(log.num_rows, log.num_rows + len(times)))
-        if cutoff is not None:
-            is_read = pc.fill_null(pc.less(times, sc.time_scalar(cutoff, times.type)), False)
-            columns = {name: values.filter(is_read) for name, values in columns.items()}
-        log.append({name: in_log(columns, name, kind) for name, kind in kinds.items()})
 
 
 def log_kinds(parts: Sequence[OpenPart], names: Collection[str]) -> dict[str, pa.DataType]:

@@ -172,7 +172,17 @@ class SourceFiles(Strict):
             raise ValueError("expected either `files`, or a `query` to the `database`; give one of them")
         if (self.query is None) != (self.database is None):
             raise ValueError("`query` and `database` belong together; give both, or `files` alone")
-        self._require_readable_database()
+        database = self.database or ""  # no message shows it, as it may have a password
+        if is_server(database) and has_credentials(database):
+            raise ValueError(
+                "the URI of the `database` has a password or key in it; remove it, and set PGPASSWORD or PGPASSFILE in "
+                "the environment"
+            )
+        if not is_server(database) and (is_uri(database) or ".." in PurePath(database).parts):
+            raise ValueError(
+                "expected the `database` as a file in the source folder, as an absolute path, or as "
+                "postgresql://user@host/name"
+            )
         of_files = {"csv", "delimiter", "encoding", "column_names"} & self.model_fields_set
         if self.query is not None and of_files:
             raise ValueError(f"`{min(of_files)}` applies only to files, not to a `query`; leave it out")
@@ -182,21 +192,6 @@ class SourceFiles(Strict):
         if len(self.csv.delimiter or self.delimiter or "") > 1 and (self.csv.quote or self.csv.escape):
             raise ValueError("`quote` and `escape` need a `delimiter` of one character; leave them out, or change it")
         return self
-
-    def _require_readable_database(self) -> None:
-        """Raise ValueError, without the URI, for another kind of server, a password in it, or a path with `..`."""
-        database = self.database or ""
-        if is_server(database):
-            if has_credentials(database):
-                raise ValueError(
-                    "the URI of the `database` has a password or key in it; remove it, and set PGPASSWORD or "
-                    "PGPASSFILE in the environment"
-                )
-        elif is_uri(database) or ".." in PurePath(database).parts:
-            raise ValueError(
-                "expected the `database` as a file in the source folder, as an absolute path, or as "
-                "postgresql://user@host/name"
-            )
 
     def csv_format(self, path: PurePath) -> FileFormat:
         delimiter = self.csv.delimiter or self.delimiter or ("\t" if ".tsv" in path.suffixes else ",")

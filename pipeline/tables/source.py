@@ -81,8 +81,11 @@ class SourceBatch:
         return self._converted(name, convert)
 
     def attribute(self, source: SourceColumn) -> pa.Array:
-        if source.column is None:
-            return self._flagged(source.flags)
+        if source.column is None:  # the words of the flag columns that hold 1 in each row
+            named = source.flags.items()
+            flags = [(word, self.typed(name, pa.bool_()).fill_null(False).to_pylist()) for name, word in named]
+            rows = range(self.rows.num_rows)
+            return pa.array([[word for word, is_set in flags if is_set[row]] for row in rows], PATH_TYPE)
         column = self._column(source.column)
         if source.type is None and source.separator is None and not ATTRIBUTE.accepts(column.type):
             raise TableError(
@@ -107,12 +110,6 @@ class SourceBatch:
     def _typed(self, values: pa.Array, kind: pa.DataType) -> pa.Array:
         has_commas = self.decimal == "," and kind == pa.float64() and plain_type(values.type) == pa.string()
         return to_type(conversion.with_points(plain_column(values)) if has_commas else values, kind)
-
-    def _flagged(self, words: dict[str, str]) -> pa.Array:
-        """The words of the flag columns that hold 1 in each row, as list<string>."""
-        flags = [(word, self.typed(name, pa.bool_()).fill_null(False).to_pylist()) for name, word in words.items()]
-        rows = range(self.rows.num_rows)
-        return pa.array([[word for word, is_set in flags if is_set[row]] for row in rows], PATH_TYPE)
 
     def _column(self, name: str) -> pa.Array:
         places = self.rows.schema.get_all_field_indices(name)

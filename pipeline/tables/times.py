@@ -68,17 +68,12 @@ def parse_times(text: pa.Array, time_format: str) -> pa.Array:
     parts = pc.extract_regex(text, pattern)
     if parts.null_count > text.null_count:
         raise pa.ArrowInvalid("not of the format")
-    before, day, zone, after = (pc.struct_field(parts, name) for name in ("before", "day", "zone", "after"))
+    before, day, zones, after = (pc.struct_field(parts, name) for name in ("before", "day", "zone", "after"))
     local = pc.strptime(pc.binary_join_element_wise(before, after, ""), without_zone, "us")
     if pc.any(pc.not_equal(pc.day(local), pc.utf8_trim_whitespace(day).cast(pa.int64()))).as_py():
         raise pa.ArrowInvalid("there is no such day")
-    return _in_utc(local, zone)
-
-
-def _in_utc(local: pa.Array, zones: pa.Array) -> pa.Array:
-    """Local times as timestamp[us, UTC]; `zones` has the zone of each, empty for UTC."""
     times = pa.nulls(len(local), TIMESTAMP_TYPE)
-    for zone in pc.unique(zones.drop_null()).to_pylist():
+    for zone in pc.unique(zones.drop_null()).to_pylist():  # empty for UTC
         is_of_zone = pc.fill_null(pc.equal(zones, zone), False)
         times = pc.replace_with_mask(times, is_of_zone, _of_zone(local.filter(is_of_zone), zone))
     return times

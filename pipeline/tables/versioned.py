@@ -62,13 +62,11 @@ def format_of(folder: Path) -> str | None:
     return next((kind for kind, is_kind in is_of.items() if is_kind), None)
 
 
-def current_rows(folder: Path, table: str) -> Path:
-    """A Parquet file with the rows of the current version of a Delta or Iceberg table, or of a saved dataset.
+def current_rows(folder: Path, kind: str, table: str) -> Path:
+    """A Parquet file with the rows of the current version of a table of a format, as `format_of` names it.
 
     Raises FaultyTable for another format, if the library is not installed, or if the library cannot read the table.
     """
-    kind = format_of(folder)
-    assert kind is not None
     saved = ("pyarrow", partial(_saved, table=table))
     readers = {"Delta": ("deltalake", _delta), "Iceberg": ("pyiceberg", _iceberg), DATASET: saved, DATASET_DICT: saved}
     if kind not in readers:
