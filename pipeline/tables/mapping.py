@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -176,7 +176,7 @@ class _Import:
 
     def write(self, table: str, files: SourceFiles, known: Mapping[str, IdCodes]) -> dict[str, IdCodes]:
         """Write a table and return the ids in it by column. `known`: by column, the ids that its rows may have."""
-        columns_of: ColumnsOf = self.interaction_columns if table == "interactions" else self.entity_columns
+        columns_of = cast(ColumnsOf, self.interaction_columns if table == "interactions" else self.entity_columns)
         ids: dict[str, IdCodes] = {}
 
         def batches() -> Iterator[tuple[Path, pa.RecordBatch]]:

@@ -602,7 +602,7 @@ def imported_titles(tmp_path: Path, text: str | None, file: str = "items.tsv", *
     (tmp_path / "log.csv").write_text("user,item,time\nu1,t1,5\n")
     items, notes = QUOTED["items"] | {"files": file, "csv": csv_options}, []
     import_mapped(
-        ImportMapping.model_validate(QUOTED | {"items": items}), tmp_path, tmp_path / "out", None, notes.append
+        ImportMapping.model_validate(QUOTED | {"items": items}), tmp_path, tmp_path / "out", note=notes.append
     )
     return read_tables(tmp_path / "out").items["title"].to_pylist(), notes
 
