@@ -4,8 +4,9 @@ import datetime
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ from laserbatch.pipeline.tables.read import Tables, describe, read_tables
 from laserbatch.pipeline.validation import line_of, nearest
 from laserbatch.retrieval_pools.routing.embeddings import id_column, read_embeddings
 
+LoggedIds = Mapping[str, pa.ChunkedArray]
 ROWS_AT_ONCE = 64 * 1024
 NEEDS_A_MODEL = (
     "the bundled sample model knows only the sample world; its texts about other tables make no sense. Set "
@@ -78,7 +80,7 @@ def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, d
     """
     path = settings.tables.required_path
     require_files(settings)
-    inputs, tables = sound_tables(settings, date, check_inputs(path, settings))
+    inputs, tables = sound_tables(settings, date, partial(check_inputs, path, settings))
     for finding in say_left_out(settings, tables.personal):
         inputs[finding.table].setdefault(LEFT_OUT, {})[finding.column] = finding.found
     return inputs | _described_embeddings(settings, tables), tables
@@ -116,17 +118,24 @@ def left_out_of_prompts(settings: Settings, personal: Mapping[Side, Mapping[str,
 
 
 def sound_tables(
-    settings: Settings, date: datetime.date, findings: list[Finding]
+    settings: Settings, date: datetime.date, check: Callable[[LoggedIds | None], list[Finding]]
 ) -> tuple[dict[str, dict[str, Any]], Tables]:
     """The tables as known on a date, and their description for a manifest; raises TableError, which names all faults.
 
-    `findings` are those of `check_tables`.
+    `check` returns the faults of the tables; its argument is the `logged_ids` of `check_tables`, or None if the tables
+    cannot be read.
     """
     path = settings.tables.required_path
+    try:
+        tables = read_tables(path, date, writable_folder(settings.workspace), settings.tables.keep_duplicates)
+    except (TableError, ValueError, pa.ArrowException):  # names one fault; the check names all
+        require_sound(check(None), path)
+        raise
+    findings = check(tables.logged_ids)
     require_sound(findings, path)
     for warning in findings:
         say(str(warning))
-    tables = read_tables(path, date, writable_folder(settings.workspace), settings.tables.keep_duplicates)
+    tables = replace(tables, logged_ids={})
     if not any(tables.entities(side).num_rows for side in SIDES):
         raise TableError(
             f"neither a user nor an item of {path} is known at the end of {date}: every created_at is "
@@ -192,13 +201,13 @@ def require_engine(settings: Settings) -> None:
         raise ConfigError("decoding.engine is vllm, but vLLM is not installed here; docs/vllm.md says how to do it")
 
 
-def check_inputs(path: Path | str, settings: Settings) -> list[Finding]:
-    """The faults of the tables in a folder, for runs of these settings.
+def check_inputs(path: Path | str, settings: Settings, logged_ids: LoggedIds | None = None) -> list[Finding]:
+    """The faults of the tables in a folder, for runs of these settings; `check_tables` describes `logged_ids`.
 
     If there are none but warnings, templates are checked too, with the errors of `require_template_columns`.
     """
     positive_rating = LabelRule.parse(settings.ctr.label).least_rating if settings.night.train_ctr else None
-    findings = check_tables(path, positive_rating, settings.gates.max_failed_share)
+    findings = check_tables(path, positive_rating, settings.gates.max_failed_share, logged_ids)
     if all(finding.is_warning for finding in findings):
         for side in SIDES:
             require_template_columns(path, settings, side)

@@ -16,7 +16,7 @@ import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.tables import schema as sc
-from laserbatch.pipeline.tables.columns import ATTRIBUTE, CREATED, RATING_OF_EVENT, TIME, role_of, schema_findings
+from laserbatch.pipeline.tables.columns import ATTRIBUTE, CREATED, ID, RATING_OF_EVENT, TIME, role_of, schema_findings
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding, Findings, count_faults, unreadable
 from laserbatch.pipeline.tables.layout import name_left_out
 from laserbatch.pipeline.tables.parts import PartFile, typed_parts
@@ -29,19 +29,26 @@ MAX_UNKNOWN_SHARE = 0.5  # share of interactions; some may lack a rating, or the
 
 
 def check_tables(
-    path: Path | str, positive_rating: float | None = None, max_failed_share: float = 0.0
+    path: Path | str,
+    positive_rating: float | None = None,
+    max_failed_share: float = 0.0,
+    logged_ids: Mapping[str, pa.ChunkedArray] | None = None,
 ) -> list[Finding]:
     """All findings about the tables of a folder; a run can start if they are all warnings.
 
-    `positive_rating`: ratings on both sides of it are expected; None: no check. `max_failed_share`: the largest share
-    of items that may lack a title.
+    Parameters
+    ----------
+    positive_rating : ratings on both sides of it are expected; None: no check.
+    max_failed_share : largest share of items that may lack a title.
+    logged_ids : `Tables.logged_ids`, if they have been read. A column of ids is then read again only if one of them
+        is faulty or unknown.
     """
     try:
         path, findings = sc.tables_folder(path), Findings()
     except FaultyTable as error:
         return [error.finding]
     known_ids = {table: _check_entities(path, table, findings, max_failed_share) for table in sc.ID_COLUMNS}
-    _check_interactions(path, known_ids, findings, positive_rating)
+    _check_interactions(path, known_ids, findings, positive_rating, logged_ids)
     return findings.to_list()
 
 
@@ -94,12 +101,18 @@ def _check_entities(path: Path, table: str, findings: Findings, max_failed_share
 
 
 def _check_interactions(
-    path: Path, known_ids: dict[str, IdCodes | None], findings: Findings, positive_rating: float | None
-) -> None:
+    path: Path, known_ids: dict[str, IdCodes | None], findings: Findings, positive_rating: float | None,
+    logged_ids: Mapping[str, pa.ChunkedArray] | None,
+) -> None:  # fmt: skip
     lowest, highest, is_rated = math.inf, -math.inf, True
-    examples = {table: ids.values()[:3].to_pylist() for table, ids in known_ids.items() if ids is not None}
-    # They may have blanks at the end, say, which an unknown id does not show.
-    listed = {table: f"ids of {table}, such as {', '.join(map(repr, ids))}" for table, ids in examples.items()}
+    sound = {
+        column for table, column in sc.ID_COLUMNS.items()
+        if logged_ids and (ids := known_ids[table]) is not None and _are_sound(logged_ids[column], ids)
+    }  # fmt: skip
+    listed = {  # they may have blanks at the end, say, which an unknown id does not show
+        table: f"ids of {table}, such as {', '.join(map(repr, ids.values()[:3].to_pylist()))}"
+        for table, ids in known_ids.items() if ids is not None and sc.ID_COLUMNS[table] not in sound
+    }  # fmt: skip
     num_rows = 0
     for part in _open_parts(path, "interactions", findings):
         if part.file is not None:
@@ -115,8 +128,10 @@ def _check_interactions(
             found = f"the column is of type {kind}, but {table}.{column} is of type {ids_of_table.kind}"
             advice = "write ids of one type, or set `ids` in the mapping of `laserbatch data import`"
             findings.add(Finding("types-differ", "interactions", found, "one type", advice, column, part.name))
-        for first_row, batch in _checked_batches(part, findings):
+        for first_row, batch in _checked_batches(part, findings, sound):
             for column, (table, ids_of_table) in comparable.items():
+                if column in sound:
+                    continue
                 values = batch[column].cast(ids_of_table.kind, safe=False)
                 rows = np.flatnonzero(values.is_valid().to_numpy(False) & (ids_of_table.find(values) < 0))
                 found = f"{table} has no such {column}:"
@@ -132,6 +147,14 @@ def _check_interactions(
         findings.stop_where(kind, MAX_UNKNOWN_SHARE * num_rows)
     if positive_rating is not None:
         _check_classes(lowest, highest, is_rated, positive_rating, findings)
+
+
+def _are_sound(ids: pa.ChunkedArray, known: IdCodes) -> bool:
+    """Whether ids obey the rules and are all among the known ones."""
+    return ids.type == known.kind and all(
+        (known.find(chunk) >= 0).all() and not any(pc.any(rule.broken(chunk)).as_py() for rule in ID.rules)
+        for chunk in ids.chunks
+    )
 
 
 def _check_classes(lowest: float, highest: float, is_rated: bool, positive_rating: float, findings: Findings) -> None:
@@ -220,15 +243,20 @@ def _compared_type(table: str, field: pa.Field) -> str | None:
     return "numbers" if pt.is_integer(kind) or pt.is_floating(kind) else str(kind)
 
 
-def _checked_batches(part: _Part, findings: Findings) -> Iterator[tuple[int, dict[str, pa.Array]]]:
-    """Apply the rules for single values; yields the number of each batch's first row, and its values by column."""
+def _checked_batches(
+    part: _Part, findings: Findings, sound: Collection[str] = ()
+) -> Iterator[tuple[int, dict[str, pa.Array]]]:
+    """Apply the rules for single values, except to `sound` columns; yields the first row's number and values by column.
+
+    Damage to the file that shows only now becomes a finding.
+    """
     if part.file is None:
         return
     columns, first_row = [], 0
     for name, kind in part.usable.items():
         role = role_of(part.table, name)
         is_ruled = role is not ATTRIBUTE or not (pt.is_integer(kind) or pt.is_boolean(kind) or pt.is_decimal(kind))
-        if role is not None and (is_ruled or name in part.file.doubled):
+        if role is not None and (is_ruled or name in part.file.doubled) and name not in sound:
             columns.append(name)
     if not columns:
         return

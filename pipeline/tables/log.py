@@ -46,10 +46,13 @@ class StoredLog:
             (self._coded | self._fixed)[name].write(at, values)
         self.num_rows = at.stop
 
-    def sort_ids(self) -> None:
-        """Renumber codes to ascend with the ids."""
-        for name in ID_COLUMNS.values():
-            self._coded[name].sort(self.num_rows, self._files)
+    def see(self, column: str, ids: pa.Array) -> None:
+        """Include the ids of rows that are not added in the result of `sort_ids`."""
+        self._coded[column].codes_of(ids)
+
+    def sort_ids(self) -> dict[str, pa.ChunkedArray]:
+        """Renumber codes to ascend with the ids of rows. Returns all ids by column, also those only seen; null last."""
+        return {name: self._coded[name].sort(self.num_rows, self._files) for name in ID_COLUMNS.values()}
 
     def dictionary(self, column: str) -> pa.Array:
         """The ids of the rows after `sort_ids`: a code is a place in it, and the next code means null."""
@@ -74,25 +77,35 @@ class _Coded:
 
     def __init__(self, kind: pa.DataType, max_rows: int, files: MappedFiles) -> None:
         self.codes = files.empty((max_rows,), np.dtype(np.int32))
-        self._ids = IdCodes(pa.string() if pt.is_null(kind) else kind)
+        self._ids, self._has_null = IdCodes(pa.string() if pt.is_null(kind) else kind), False
         self._sorted: pa.Array | None = None
 
     @property
     def dictionary(self) -> pa.Array:
         return self._ids.values() if self._sorted is None else self._sorted
 
-    def write(self, at: slice, values: pa.Array) -> None:
-        self.codes[at] = self._ids.add(values.cast(self._ids.kind))
+    def codes_of(self, values: pa.Array) -> np.ndarray:
+        self._has_null |= values.null_count > 0
+        return self._ids.add(values.cast(self._ids.kind))
 
-    def sort(self, num_rows: int, files: MappedFiles) -> None:
+    def write(self, at: slice, values: pa.Array) -> None:
+        self.codes[at] = self.codes_of(values)
+
+    def sort(self, num_rows: int, files: MappedFiles) -> pa.ChunkedArray:
         ids, codes = self._ids.values(), self.codes[:num_rows]
         del self._ids
         order = pc.sort_indices(ids).to_numpy()
-        self._sorted = files.array(ids.take(pa.array(order)))
+        ids = files.array(ids.take(pa.array(order)))
+        occurs = np.zeros(len(ids) + 1, bool)
+        for at in slices(num_rows):
+            occurs[codes[at]] = True
+        occurs = occurs[order]
         places = np.empty(len(ids) + 1, np.int32)
-        places[order], places[-1] = np.arange(len(ids)), len(ids)
+        places[order], places[-1] = np.cumsum(occurs, dtype=np.int32) - 1, np.count_nonzero(occurs)
         for at in slices(num_rows):
             codes[at] = places[codes[at]]  # code -1 takes the last place, that of null
+        self._sorted = ids if occurs.all() else files.array(ids.filter(pa.array(occurs)))
+        return pa.chunked_array([ids, pa.nulls(int(self._has_null), ids.type)])
 
     def to_arrow(self, num_rows: int) -> pa.Array:
         codes, words = self.codes[:num_rows], self.dictionary

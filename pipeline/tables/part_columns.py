@@ -20,7 +20,7 @@ from laserbatch.pipeline.tables.times import in_unit, require_units
 from laserbatch.retrieval_pools.ids import MAX_BYTES
 from laserbatch.retrieval_pools.mapped import MappedFiles
 
-BYTES_AT_ONCE = 32 * 1024 * 1024  # of a table whose columns are read together, so that a file is not opened for each
+BYTES_AT_ONCE = 32 * 1024 * 1024  # of columns that are read together, so that a file is not opened for each
 MAX_BLOCKS = 64  # of columns that are read together; each is a mapped file, and a process may have 1,024 files open
 MIN_VALUE_BYTES = 16  # of a value in memory, whose encoded form may be smaller
 
@@ -119,14 +119,24 @@ def _read_part(part: OpenPart, table: str, names: Sequence[str]) -> pa.Table:
     return pa.table(columns)
 
 
-def _blocks(parts: list[OpenPart], names: Sequence[str]) -> list[Sequence[str]]:
-    """Columns that are read together: all of a small table, otherwise one, or more if they are more than MAX_BLOCKS."""
-    metadata = [part.metadata for part in parts]
-    groups = [of_file.row_group(group) for of_file in metadata for group in range(of_file.num_row_groups)]
-    num_values = len(names) * sum(of_file.num_rows for of_file in metadata)
-    is_small = MIN_VALUE_BYTES * num_values + sum(group.total_byte_size for group in groups) <= BYTES_AT_ONCE
-    size = len(names) if is_small else -(-len(names) // MAX_BLOCKS)
-    return [names[start : start + size] for start in range(0, len(names), size)]
+def _blocks(parts: list[OpenPart], names: Sequence[str]) -> Iterator[list[str]]:
+    """Columns that are read together: about `BYTES_AT_ONCE`, or more if there would be more than `MAX_BLOCKS`."""
+    num_bytes = dict.fromkeys(names, MIN_VALUE_BYTES * sum(part.metadata.num_rows for part in parts))
+    for part in parts:
+        for group in map(part.metadata.row_group, range(part.metadata.num_row_groups)):
+            for column in map(group.column, range(group.num_columns)):
+                path = column.path_in_schema  # of a list `name.list.element`
+                name = path if path in num_bytes else path.partition(".")[0]
+                if name in num_bytes:
+                    num_bytes[name] += column.total_uncompressed_size
+    at_once, block, filled = max(BYTES_AT_ONCE, 2 * sum(num_bytes.values()) // MAX_BLOCKS), list[str](), 0
+    for name in names:
+        if block and filled + num_bytes[name] > at_once:
+            yield block
+            block, filled = [], 0
+        block.append(name)
+        filled += num_bytes[name]
+    yield block
 
 
 @contextmanager

@@ -42,6 +42,7 @@ class Tables:
     items: pa.Table
     interactions: pa.Table  # sorted by time, user, item; ids dictionary-encoded, values ascending; one chunk per column
     scratch: MappedFiles = field(default_factory=lambda: MappedFiles(None))  # the files that hold the columns
+    logged_ids: dict[str, pa.ChunkedArray] = field(default_factory=dict)  # by column, all ids of the log; null last
     num_copies: int = 0  # interactions left out as exact copies of another one
     personal: Mapping[Side, Mapping[str, str]] = field(default_factory=dict)  # result of `personal_data`
     _coded: dict[Side, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, init=False, repr=False)
@@ -82,7 +83,7 @@ def read_tables(
     path, cutoff = sc.tables_folder(path), None if as_of is None else end_of_day(as_of)
     files = MappedFiles(scratch)
     users, items = (part_columns.read_table(path, table, cutoff, files) for table in ("users", "items"))
-    log = _read_log(path, cutoff, files)
+    log, logged_ids = _read_log(path, cutoff, files)
     # The log may have entities that left the tables, or interactions before their entity's own created_at.
     is_known = {}
     for name, entities in (("user_id", users), ("item_id", items)) if cutoff is not None else ():
@@ -100,7 +101,9 @@ def read_tables(
         for name, values in block.items():
             rows[name][part] = values[is_left]
     warn_of_copies(num_copies, log.num_rows)
-    return Tables(users, items, log.to_table(num_left), files, num_copies, personal=personal_data(users, items))
+    return Tables(
+        users, items, log.to_table(num_left), files, logged_ids, num_copies, personal=personal_data(users, items)
+    )
 
 
 def end_of_day(date: datetime.date) -> pa.Scalar:
@@ -123,7 +126,7 @@ def find_exact_copies(path: Path | str, columns: Collection[str] = ()) -> np.nda
     Rows are compared in the columns that `read_tables` reads and in the other columns `columns`.
     """
     path, memory = sc.tables_folder(path), MappedFiles(None)
-    log = _read_log(path, None, memory, is_numbered=True)
+    log, _ = _read_log(path, None, memory, is_numbered=True)
     run_of, num_before = np.full(log.num_rows, -1), 0  # row -> run of rows with the same moment, user and item
     for block in logs.in_order(log.rows(), memory):
         places, run_of_place = logs.alike(block)
@@ -145,8 +148,10 @@ def find_exact_copies(path: Path | str, columns: Collection[str] = ()) -> np.nda
     return is_copy
 
 
-def _read_log(path: Path, cutoff: pa.Scalar | None, files: MappedFiles, is_numbered: bool = False) -> logs.StoredLog:
-    """The interactions before a moment, in file order and with sorted id codes.
+def _read_log(
+    path: Path, cutoff: pa.Scalar | None, files: MappedFiles, is_numbered: bool = False
+) -> tuple[logs.StoredLog, dict[str, pa.ChunkedArray]]:
+    """The interactions before a moment, in file order and with sorted id codes, and the result of `sort_ids`.
 
     The columns are those with a role; if `is_numbered`, the required ones and `row`, the row number from 0.
     """
@@ -157,16 +162,22 @@ def _read_log(path: Path, cutoff: pa.Scalar | None, files: MappedFiles, is_numbe
     log = logs.StoredLog(kinds, sum(part.metadata.num_rows for part in parts), files)
     for part in parts:
         with naming_file("interactions", part.file.path):
-            for columns in part.batches(kinds):
-                times = columns["timestamp"]
-                part_columns.require_times("interactions", part, "timestamp", times)
-                columns["row"] = pa.array(np.arange(log.num_rows, log.num_rows + len(times)))
-                if cutoff is not None:
-                    is_read = pc.fill_null(pc.less(times, sc.time_scalar(cutoff, times.type)), False)
-                    columns = {name: values.filter(is_read) for name, values in columns.items()}
-                log.append({name: in_log(columns, name, kind) for name, kind in kinds.items()})
-    log.sort_ids()
-    return log
+            _append(log, part, kinds, cutoff)
+    return log, log.sort_ids()
+
+
+def _append(log: logs.StoredLog, part: OpenPart, kinds: dict[str, pa.DataType], cutoff: pa.Scalar | None) -> None:
+    for columns in part.batches(kinds):
+        times = columns["timestamp"]
+        part_columns.require_times("interactions", part, "timestamp", times)
+        columns["row"] = pa.array(np.arange(log.num_rows, log.num_rows + len(times)))
+        if cutoff is not None:
+            is_read = pc.fill_null(pc.less(times, sc.time_scalar(cutoff, times.type)), False)
+            if not pc.all(is_read, min_count=0).as_py():
+                for name in sc.ID_COLUMNS.values():
+                    log.see(name, sc.plain_ids(columns[name].filter(pc.invert(is_read))))
+                columns = {name: values.filter(is_read) for name, values in columns.items()}
+        log.append({name: in_log(columns, name, kind) for name, kind in kinds.items()})
 
 
 def log_kinds(parts: Sequence[OpenPart], names: Collection[str]) -> dict[str, pa.DataType]:

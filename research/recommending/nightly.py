@@ -83,8 +83,8 @@ def recommend(settings: Settings, date: datetime.date, force: bool = False) -> R
 
 def _recommend(settings: Settings, date: datetime.date, force: bool, metrics: NightMetrics) -> RunManifest:
     target, catalogue_codes = known_models(settings.extension("recommending"))
-    findings = check_tables(settings.tables.required_path, None, settings.gates.max_failed_share)
-    inputs, tables = sound_tables(settings, date, findings)
+    check = partial(check_tables, settings.tables.required_path, None, settings.gates.max_failed_share)
+    inputs, tables = sound_tables(settings, date, check)
     lists = Lists(settings, tables, target, catalogue_codes)
     workspace = Workspace.open(Workspace.open(settings.workspace).root / RECOMMENDATIONS)
     with workspace.lock():
