@@ -159,13 +159,20 @@ class Destination:
             shutil.copyfileobj(file, out, BLOCK_BYTES)
 
     def _point_to(self, pointer: dict) -> None:
-        """Write the pointer by a single put, which an object store shows whole or not at all; on a disk by a rename."""
+        """Write the pointer by a single put, which an object store shows whole or not at all; on a disk by a rename.
+
+        A stream to Azure empties the blob first; there the pointer is written next to it and then copied in one step.
+        """
         target = f"{self.root}/published.json"
         if self.filesystem.type_name == "local":
             write_json(pointer, target)
             return
-        with self.filesystem.open_output_stream(target) as out:
+        is_emptied = self.filesystem.type_name == "abfs"
+        with self.filesystem.open_output_stream(written := f"{target}.new" if is_emptied else target) as out:
             out.write(json.dumps(pointer, indent=1).encode())
+        if is_emptied:
+            self.filesystem.copy_file(written, target)
+            self.filesystem.delete_file(written)
 
     def _sha256(self, path: str) -> str:
         digest = hashlib.sha256()

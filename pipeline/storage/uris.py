@@ -18,13 +18,19 @@ BLOCK_BYTES = 8 << 20
 MAX_RETRY_S = 60  # if a Google service cannot be reached; its client would retry for a quarter of an hour
 # Schemes of services that may be contacted as soon as a URI is opened.
 SERVICES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
-_SECRET_OPTION = re.compile(r"[?&][^=&]*(key|secret|token|passw|credential|sig)[^=&]*=", re.IGNORECASE)
-STANDARD_CHAIN = "taken from the standard chain (for s3:// the environment, ~/.aws, the machine's role)"
+_SECRET_OPTION = re.compile(r"[?&](?!credential_kind)[^=&]*(key|secret|token|passw|credential|sig)[^=&]*=", re.I)
+STANDARD_CHAIN = (
+    "taken from the standard chain (for s3:// the environment, ~/.aws, the machine's role; for abfss:// "
+    "AZURE_CLIENT_ID and what belongs to it, `az login`, a managed identity)"
+)
 ADVICE = f"Check the URI, that the service can be reached, and its credentials: they are {STANDARD_CHAIN}"
 # Parts of libraries' messages for what does not pass by itself, and what to do.
 _REFUSALS = {
-    r"NO_SUCH_BUCKET|NoSuchBucket|[Bb]ucket ('[^']*' )?(not found|does not exist)": (
-        "Create the bucket, or correct the URI"
+    r"NO_SUCH_BUCKET|NoSuchBucket|[Bb]ucket ('[^']*' )?(not found|does not exist)|ContainerNotFound": (
+        "Create the bucket or container, or correct the URI"
+    ),
+    r"Unrecognized filesystem type in URI: (az|azure|adl|wasbs?)://": (
+        "Azure's URIs are abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/PREFIX"
     ),
     # Without a body, S3 says of expired credentials only that the request was bad.
     r"Expired|has expired|HTTP status 400": (
@@ -32,7 +38,7 @@ _REFUSALS = {
         f"export-credentials --format env` prints them); they are {STANDARD_CHAIN}"
     ),
     r"ACCESS_DENIED|AccessDenied|INVALID_ACCESS_KEY|SIGNATURE_DOES_NOT_MATCH|INVALID_CLIENT|PERMISSION_DENIED|"
-    r"UNAUTHENTICATED|HTTP status 40[13]|403 Forbidden|401 Unauthorized": (
+    r"UNAUTHENTICATED|HTTP status 40[13]|403 Forbidden|401 Unauthorized|Error: \[\w+\] 40[13]|Failed to get token": (
         "The credentials are missing or wrong, or do not allow to list, read, write and delete files there; they are "
         f"{STANDARD_CHAIN}"
     ),
@@ -73,6 +79,8 @@ def filesystem_of(uri: str) -> tuple["FileSystem", str]:
         opened += f"{'&' if '?' in uri else '?'}retry_limit_seconds={MAX_RETRY_S}"
     try:
         filesystem, path = FileSystem.from_uri(opened)
+        if filesystem.type_name == "abfs":
+            filesystem.get_file_info(path)  # without credentials, opening a file would end the whole process
     except (OSError, ValueError, ArrowException) as error:  # the last one itself: Azure found no credentials
         kind = ConfigError if isinstance(error, (ValueError, NotImplementedError)) else NotReached
         raise failure(kind, f"{uri} cannot be opened", error) from None
@@ -94,7 +102,8 @@ def naming_uri(uri: str, kind: type[LaserbatchError]) -> Iterator[None]:
 def failure(kind: type[LaserbatchError], what: str, error: Exception, usual: str = ADVICE) -> LaserbatchError:
     """An error of type `kind` about that of a service's library; it says what to do, `usual` if no refusal is known."""
     advice = next((advice for found, advice in _REFUSALS.items() if re.search(found, str(error))), usual)
-    raised = kind(f"{what}: {first_line(error)}." + f" {advice}." * bool(advice))
+    cause = OSError(re.sub("^.*?(?=Azure Error: |Failed to get token)", "", str(error)))  # Azure's comes after the call
+    raised = kind(f"{what}: {first_line(cause)}." + f" {advice}." * bool(advice))
     if isinstance(raised, NotDelivered | NotReached):
         raised.may_pass = bool(usual) and advice is usual
     return raised

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import re
 import shutil
 import time
 from contextlib import nullcontext
@@ -305,14 +306,37 @@ def test_a_name_may_have_spaces_and_any_letters_encoded_or_not(uri):
 
 
 def test_azure_without_credentials_is_a_service_that_is_not_reached():
-    failing = mock.Mock(**{"from_uri.side_effect": pa.ArrowException("Unknown error: Failed to get token")})
-    with mock.patch("pyarrow.fs.FileSystem", failing), pytest.raises(NotReached, match="Failed to get token"):
-        filesystem_of("abfss://container@account.dfs.core.windows.net/prefix")
+    refused = pa.ArrowException(f"{'Unknown error: ' * 20}Failed to get token")
+    azure = mock.Mock(**{"type_name": "abfs", "get_file_info.side_effect": refused})
+    opening = mock.Mock(**{"from_uri.return_value": (azure, "container/prefix")})
+    with (
+        mock.patch("pyarrow.fs.FileSystem", opening),
+        pytest.raises(NotReached, match=r"opened: Failed to get token\. The credentials are missing.* `az login`"),
+    ):
+        filesystem_of("abfss://container@account.dfs.core.windows.net/prefix?credential_kind=cli")
     with (
         pytest.raises(NotDelivered, match=r"abfs://container/x: Unknown error"),
         naming_uri("abfs://container/x", NotDelivered),
     ):
         raise pa.ArrowException("Unknown error")
+
+
+def test_readers_on_azure_never_see_an_empty_pointer():
+    azure = mock.MagicMock(type_name="abfs")
+    Destination("abfss://box@account", azure, "box")._point_to({"run_id": OLD})
+    azure.open_output_stream.assert_called_once_with("box/published.json.new")  # it empties what it opens
+    azure.copy_file.assert_called_once_with("box/published.json.new", "box/published.json")
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [("Upload failed. Azure Error: [ContainerNotFound] 404 x", r"x: Azure .* 404 x\. Create the bucket or container"),
+     ("failed. Azure Error: [AuthorizationFailure] 403 x", r"\] 403 x\. The credentials are missing or wrong"),
+     ("Unrecognized filesystem type in URI: az://box/x", "Azure's URIs are abfss://CONTAINER@ACCOUNT")],
+)  # fmt: skip
+def test_what_azure_refuses_says_what_to_do(message, shown):
+    error = failure(NotDelivered, "x", OSError(message))
+    assert re.search(shown, str(error)) and not getattr(error, "may_pass", True)
 
 
 def test_a_service_of_google_that_cannot_be_reached_is_given_up_within_a_minute():
