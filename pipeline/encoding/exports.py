@@ -109,6 +109,7 @@ def write_recbole(sides: Sequence[SideExport], folder: Path, place: Path) -> Non
     removes quotes and takes some words for missing values.
     """
     settings: dict[str, Any] = {"additional_feat_suffix": [], "preload_weight": {}}
+    settings["load_col"] = {"inter": ["user_id", "item_id"]}  # RecBole's default, which loads none of our files
     for export in sides:
         id_name, vector_name, suffix = f"{export.side}_emb_id", f"{export.side}_emb", f"{export.side}emb"
         columns = [f"{id_name}:token", f"{vector_name}:float_seq"]
@@ -130,6 +131,7 @@ def write_recbole(sides: Sequence[SideExport], folder: Path, place: Path) -> Non
                     file.write("\t".join([text, " ".join(map(str, vector)), *map(str, entity_codes)]) + "\n")
         settings["additional_feat_suffix"].append(suffix)
         settings["preload_weight"][id_name] = vector_name
+        settings["load_col"][suffix] = [id_name, vector_name]
         settings[f"alias_of_{export.side}_id"] = [id_name]
     _write_settings(settings, folder)
 

@@ -58,6 +58,9 @@ def test_recbole_finds_atomic_files_of_the_folders_name(tmp_path):
     ]
     settings = yaml.safe_load((tmp_path / "settings.yaml").read_text())
     assert settings["preload_weight"] == {"user_emb_id": "user_emb", "item_emb_id": "item_emb"}
+    assert settings["load_col"] == {
+        "inter": ["user_id", "item_id"], "useremb": ["user_emb_id", "user_emb"], "itememb": ["item_emb_id", "item_emb"],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("entity_id", ["a\tb", '"a"', "", "NA", "null"])
