@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -51,6 +52,11 @@ class DraftOptions:
         return tuple(name for name, is_used in used.items() if is_used)
 
 
+def _row(number: int, is_float: bool = False) -> Any:
+    """A property: a view of a row of a draft's array."""
+    return property(lambda self: self._rows[number].view(np.float32) if is_float else self._rows[number])
+
+
 class Draft:
     """A tree of likely next tokens, the most probable path first; parents precede their children.
 
@@ -75,29 +81,8 @@ class Draft:
     def __len__(self) -> int:
         return self._rows.shape[1]
 
-    @property
-    def token_ids(self) -> np.ndarray:
-        return self._rows[state.OUT_TOKEN]
-
-    @property
-    def parents(self) -> np.ndarray:
-        return self._rows[state.OUT_PARENT]
-
-    @property
-    def log_acceptance(self) -> np.ndarray:
-        return self._rows[state.OUT_LOG_ACCEPTANCE].view(np.float32)
-
-    @property
-    def source(self) -> np.ndarray:
-        return self._rows[state.OUT_SOURCE]
-
-    @property
-    def relative_count(self) -> np.ndarray:
-        return self._rows[state.OUT_RELATIVE_COUNT].view(np.float32)
-
-    @property
-    def kind(self) -> np.ndarray:
-        return self._rows[state.OUT_KIND]
+    token_ids, parents, source, kind = map(_row, (state.OUT_TOKEN, state.OUT_PARENT, state.OUT_SOURCE, state.OUT_KIND))
+    log_acceptance, relative_count = _row(state.OUT_LOG_ACCEPTANCE, True), _row(state.OUT_RELATIVE_COUNT, True)
 
 
 class Drafts:

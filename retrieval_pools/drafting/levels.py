@@ -3,15 +3,7 @@
 import numpy as np
 
 from laserbatch.retrieval_pools.compiled import part
-from laserbatch.retrieval_pools.drafting.intervals import (
-    count_seen,
-    find_interval,
-    has_next,
-    is_supported,
-    narrow_interval,
-    narrow_to_run,
-    num_samples_behind,
-)
+from laserbatch.retrieval_pools.drafting import intervals as pool
 from laserbatch.retrieval_pools.drafting.runs import last_position, match_own_text, own_token
 from laserbatch.retrieval_pools.drafting.state import END
 from laserbatch.retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
@@ -42,7 +34,7 @@ def _longest_match(intervals, index, preference, recent):
     length = 1
     while length < unmatched:
         first, last = _find(intervals, index, recent, length)
-        if has_next(index, preference, first, last, length):
+        if pool.has_next(index, preference, first, last, length):
             matched = length
         else:
             unmatched = length
@@ -57,7 +49,7 @@ def _longest_match(intervals, index, preference, recent):
 def _find(intervals, index, recent, length):
     """Interval of the last `length` tokens; `intervals`, int64[max length + 1, 2], caches it and has -1 if unknown."""
     if intervals[length, 0] < 0:
-        intervals[length, 0], intervals[length, 1] = find_interval(index, recent, length)
+        intervals[length, 0], intervals[length, 1] = pool.find_interval(index, recent, length)
     return intervals[length, 0], intervals[length, 1]
 
 
@@ -79,7 +71,7 @@ def add_pool_levels(levels, lookup, index, preference, context, options):
     before = 0.0
     while length >= 1 and num_levels < options.num_context_lengths:
         first, last = _find(intervals, index, recent, length)
-        num_seen = count_seen(index, preference, first, last)
+        num_seen = pool.count_seen(index, preference, first, last)
         if num_seen >= 2 * before or (length == 1 and num_seen > before):
             levels.source[num_levels], levels.length[num_levels] = SOURCE_POOL, length
             levels.escape[num_levels] = options.pool_escape
@@ -162,7 +154,7 @@ def advance_level(levels, level, node, frontier, index, preference, context):
         if levels.source[level] == SOURCE_POOL:
             offset = levels.length[level] + levels.depth[below] - 1
             first, last = _next_interval(levels, level, frontier, slot, index, offset, preference)
-            if last > first and not is_supported(index, first, offset + 1):  # nor is any longer n-gram
+            if last > first and not pool.is_supported(index, first, offset + 1):  # nor is any longer n-gram
                 last = first
         else:
             first, last = 0, _follow_own_text(levels, level, below, frontier, slot, context)
@@ -183,9 +175,9 @@ def _next_interval(levels, level, frontier, slot, index, offset, preference):
         return (first + begin, first + end) if has_run else (first, first)
     if has_run:
         probability = frontier.probability[parent - 1] if parent > 0 else 1.0
-        num_samples = min(num_samples_behind(preference, probability), last - first)
-        return narrow_to_run(index, first, last, offset, token, num_samples, begin, end)
-    return narrow_interval(index, first, last, offset, token)
+        num_samples = min(pool.num_samples_behind(preference, probability), last - first)
+        return pool.narrow_to_run(index, first, last, offset, token, num_samples, begin, end)
+    return pool.narrow_interval(index, first, last, offset, token)
 
 
 @part

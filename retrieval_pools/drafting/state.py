@@ -37,10 +37,8 @@ NUM_CANDIDATES = 1024
 NUM_SLOTS = 2048  # size of the hash table from token to candidate; a power of two
 NUM_RUNS = NUM_CANDIDATES  # largest number of different next tokens of a level
 NO_GROUP, UNKNOWN = -1, -2  # in place of a group code: the sequence has no group, or its group has no texts
-NUM_SEQUENCE_COLUMNS = 8
-CONTEXT_BEGIN, CONTEXT_END, NUM_PROMPT, PREVIOUS_BEGIN, PREVIOUS_END, GROUP, MAX_DEPTH, NUM_NODES = range(
-    NUM_SEQUENCE_COLUMNS
-)
+CONTEXT_BEGIN, CONTEXT_END, NUM_PROMPT, PREVIOUS_BEGIN, PREVIOUS_END, GROUP, MAX_DEPTH, NUM_NODES = range(8)
+NUM_SEQUENCE_COLUMNS = NUM_NODES + 1
 NUM_OUTPUTS = 6
 OUT_TOKEN, OUT_PARENT, OUT_LOG_ACCEPTANCE, OUT_SOURCE, OUT_RELATIVE_COUNT, OUT_KIND = range(NUM_OUTPUTS)
 
@@ -66,26 +64,20 @@ class Index(NamedTuple):
         return cls(tokens, order, group_codes, starts, arrays.get("support"), depth)
 
 
-class CompiledIndex(NamedTuple):
-    """`Index` in compiled code: `support` is empty if every n-gram may be drafted; one of the code arrays is empty."""
-
-    tokens: np.ndarray
-    order: np.ndarray
-    group_codes: np.ndarray
-    wide_codes: np.ndarray
-    starts: np.ndarray
-    support: np.ndarray
-    depth: int
-
-
-class Estimates(NamedTuple):
-    """The arrays that turn counts into probabilities; see `estimate`. `frequencies[token + 1]` is a token's bin."""
-
-    frequencies: np.ndarray
-    bounds: np.ndarray
-    curves: np.ndarray
-
-
+# `Index` in compiled code: `support` is empty if every n-gram may be drafted; one of the code arrays is empty.
+CompiledIndex = namedtuple("CompiledIndex", "tokens order group_codes wide_codes starts support depth")
+# The arrays that turn counts into probabilities; see `estimate`. `frequencies[token + 1]` is a token's bin.
+Estimates = namedtuple("Estimates", "frequencies bounds curves")
+# The weight of an occurrence in the pool: `inside` for texts of the group, `outside` for all others.
+Preference = namedtuple("Preference", "group inside outside num_samples")
+# The sequence: `tokens[:num_prompt]` is the prompt, the rest the output; `previous` is an earlier night's text.
+Context = namedtuple("Context", "tokens num_prompt previous max_match max_tokens")
+# The options that all sequences of a call share; see `DraftSettings` and `draft`.
+Options = namedtuple(
+    "Options",
+    "num_context_lengths pool_escape previous_escape local_escape use_output use_prompt max_nodes min_acceptance "
+    "is_chain",
+)
 _Places = namedtuple(
     "_Places",
     "tokens num_tokens order num_positions group_codes num_codes num_wide_codes starts num_starts support num_support "
@@ -167,112 +159,67 @@ def estimates_at(places):
     )
 
 
-class Preference(NamedTuple):
-    """The weight of an occurrence in the pool: `inside` for texts of the group, `outside` for all others."""
-
-    group: int
-    inside: float
-    outside: float
-    num_samples: int
-
-
-class Context(NamedTuple):
-    """The sequence: `tokens[:num_prompt]` is the prompt, the rest the output; `previous` is an earlier night's text."""
-
-    tokens: np.ndarray
-    num_prompt: int
-    previous: np.ndarray
-    max_match: int
-    max_tokens: int
-
-
-class Options(NamedTuple):
-    """The options that all sequences of a call share; see `DraftSettings` and `draft`."""
-
-    num_context_lengths: int
-    pool_escape: float
-    previous_escape: float
-    local_escape: float
-    use_output: bool
-    use_prompt: bool
-    max_nodes: int
-    min_acceptance: float
-    is_chain: bool
+def _layout(*arrays: tuple) -> np.dtype:
+    return np.dtype(list(arrays), align=True)
 
 
 _NUM_KNOWN = MAX_NODES + 1  # the root, and every node
-_LOOKUP = np.dtype(
-    [
-        ("recent", np.int32, (MAX_MATCH_TOKENS,)),  # the last tokens of the output, which are looked up in the pool
-        ("intervals", np.int64, (MAX_MATCH_TOKENS + 1, 2)),  # of the last k of them, in row k; -1: not searched yet
-        ("own", np.int32, (NUM_OWN_SLOTS,)),  # hash table of the tokens of prompt and output, see `estimate.kind_of`
-    ],
-    align=True,
+_LOOKUP = _layout(
+    ("recent", np.int32, (MAX_MATCH_TOKENS,)),  # the last tokens of the output, which are looked up in the pool
+    ("intervals", np.int64, (MAX_MATCH_TOKENS + 1, 2)),  # of the last k of them, in row k; -1: not searched yet
+    ("own", np.int32, (NUM_OWN_SLOTS,)),  # hash table of the tokens of prompt and output, see `estimate.kind_of`
 )
-_LEVELS = np.dtype(  # the levels, longest context first, and their occurrences at every node (node 0: the root)
-    [
-        ("source", np.int64, (MAX_LEVELS,)),
-        ("length", np.int64, (MAX_LEVELS,)),
-        ("escape", np.float64, (MAX_LEVELS,)),
-        # The interval of the pool's order that begins with context and path; for the sequence's own texts 0 and the
-        # number of `positions`, which are those of the possible next tokens.
-        ("first", np.int32, (_NUM_KNOWN, MAX_LEVELS)),
-        ("last", np.int32, (_NUM_KNOWN, MAX_LEVELS)),
-        ("positions", np.int32, (_NUM_KNOWN, NUM_TEXT_SOURCES, NUM_LOCAL_POSITIONS)),
-        ("depth", np.int32, (_NUM_KNOWN,)),
-        ("worth", np.float64, (_NUM_KNOWN,)),  # chains only: the worth of the path to the node
-        ("path", np.int32, (MAX_NODES,)),  # chains only: the nodes of the chain
-        # One bit per level: its occurrences at the node are known; all of them were counted; there may be some.
-        ("matched", np.int32, (_NUM_KNOWN,)),
-        ("counted", np.int32, (_NUM_KNOWN,)),
-        ("may_match", np.int32, (_NUM_KNOWN,)),
-    ],
-    align=True,
+_LEVELS = _layout(  # the levels, longest context first, and their occurrences at every node (node 0: the root)
+    ("source", np.int64, (MAX_LEVELS,)),
+    ("length", np.int64, (MAX_LEVELS,)),
+    ("escape", np.float64, (MAX_LEVELS,)),
+    # The interval of the pool's order that begins with context and path; for the sequence's own texts 0 and the
+    # number of `positions`, which are those of the possible next tokens.
+    ("first", np.int32, (_NUM_KNOWN, MAX_LEVELS)),
+    ("last", np.int32, (_NUM_KNOWN, MAX_LEVELS)),
+    ("positions", np.int32, (_NUM_KNOWN, NUM_TEXT_SOURCES, NUM_LOCAL_POSITIONS)),
+    ("depth", np.int32, (_NUM_KNOWN,)),
+    ("worth", np.float64, (_NUM_KNOWN,)),  # chains only: the worth of the path to the node
+    ("path", np.int32, (MAX_NODES,)),  # chains only: the nodes of the chain
+    # One bit per level: its occurrences at the node are known; all of them were counted; there may be some.
+    ("matched", np.int32, (_NUM_KNOWN,)),
+    ("counted", np.int32, (_NUM_KNOWN,)),
+    ("may_match", np.int32, (_NUM_KNOWN,)),
 )
-_CANDIDATES = np.dtype(  # possible next tokens of a node
-    [
-        ("token", np.int32, (NUM_CANDIDATES,)),
-        ("total", np.float64, (NUM_CANDIDATES,)),  # the relative count
-        ("pool", np.float64, (NUM_CANDIDATES,)),  # the pool's part of the relative count
-        ("own", np.float64, (NUM_CANDIDATES,)),  # the largest part of one own text, each of which adds at most once
-        ("own_source", np.uint8, (NUM_CANDIDATES,)),  # the source of that own text
-        ("num_seen", np.float64, (NUM_CANDIDATES,)),  # occurrences of the longest context that knows the token
-        ("slots", np.int16, (NUM_SLOTS,)),  # hash table from token to c + 1; every draft leaves it empty
-        ("slot_of", np.int16, (NUM_CANDIDATES,)),  # the slot of candidate c
-        ("runs", np.int32, (NUM_CANDIDATES, MAX_LEVELS, 2)),  # `begin` and `end` of the token's run at a level
-        ("has_run", np.int32, (NUM_CANDIDATES,)),  # one bit per level: its entry of `runs` is set
-    ],
-    align=True,
+_CANDIDATES = _layout(  # possible next tokens of a node
+    ("token", np.int32, (NUM_CANDIDATES,)),
+    ("total", np.float64, (NUM_CANDIDATES,)),  # the relative count
+    ("pool", np.float64, (NUM_CANDIDATES,)),  # the pool's part of the relative count
+    ("own", np.float64, (NUM_CANDIDATES,)),  # the largest part of one own text, each of which adds at most once
+    ("own_source", np.uint8, (NUM_CANDIDATES,)),  # the source of that own text
+    ("num_seen", np.float64, (NUM_CANDIDATES,)),  # occurrences of the longest context that knows the token
+    ("slots", np.int16, (NUM_SLOTS,)),  # hash table from token to c + 1; every draft leaves it empty
+    ("slot_of", np.int16, (NUM_CANDIDATES,)),  # the slot of candidate c
+    ("runs", np.int32, (NUM_CANDIDATES, MAX_LEVELS, 2)),  # `begin` and `end` of the token's run at a level
+    ("has_run", np.int32, (NUM_CANDIDATES,)),  # one bit per level: its entry of `runs` is set
 )
-_RUNS = np.dtype(  # the next tokens of a level: the weight of each, and whether it may be drafted
-    [
-        ("token", np.int32, (NUM_RUNS,)),
-        ("weight", np.float64, (NUM_RUNS,)),
-        ("is_drafted", np.uint8, (NUM_RUNS,)),
-        # The run's part of a pool's interval: as numbers of samples, or of places if the whole interval was counted;
-        # 0 and 0 if unknown.
-        ("begin", np.int32, (NUM_RUNS,)),
-        ("end", np.int32, (NUM_RUNS,)),
-    ],
-    align=True,
+_RUNS = _layout(  # the next tokens of a level: the weight of each, and whether it may be drafted
+    ("token", np.int32, (NUM_RUNS,)),
+    ("weight", np.float64, (NUM_RUNS,)),
+    ("is_drafted", np.uint8, (NUM_RUNS,)),
+    # The run's part of a pool's interval: as numbers of samples, or of places if the whole interval was counted;
+    # 0 and 0 if unknown.
+    ("begin", np.int32, (NUM_RUNS,)),
+    ("end", np.int32, (NUM_RUNS,)),
 )
-_FRONTIER = np.dtype(  # paths in the order of drafting: the drafted ones, then those that may be drafted
-    [
-        ("probability", np.float64, (MAX_NODES,)),
-        ("slots", np.int32, (MAX_NODES,)),  # index of the path's last token in the arrays below
-        ("token", np.int32, (MAX_NODES,)),
-        ("parent", np.int32, (MAX_NODES,)),
-        ("source", np.int32, (MAX_NODES,)),
-        ("relative_count", np.float32, (MAX_NODES,)),
-        ("kind", np.int32, (MAX_NODES,)),
-        ("runs", np.int32, (MAX_NODES, MAX_LEVELS, 2)),
-        ("has_run", np.int32, (MAX_NODES,)),
-    ],
-    align=True,
+_FRONTIER = _layout(  # paths in the order of drafting: the drafted ones, then those that may be drafted
+    ("probability", np.float64, (MAX_NODES,)),
+    ("slots", np.int32, (MAX_NODES,)),  # index of the path's last token in the arrays below
+    ("token", np.int32, (MAX_NODES,)),
+    ("parent", np.int32, (MAX_NODES,)),
+    ("source", np.int32, (MAX_NODES,)),
+    ("relative_count", np.float32, (MAX_NODES,)),
+    ("kind", np.int32, (MAX_NODES,)),
+    ("runs", np.int32, (MAX_NODES, MAX_LEVELS, 2)),
+    ("has_run", np.int32, (MAX_NODES,)),
 )
-SCRATCH = np.dtype(
-    [("lookup", _LOOKUP), ("levels", _LEVELS), ("candidates", _CANDIDATES), ("runs", _RUNS), ("frontier", _FRONTIER)],
-    align=True,
+SCRATCH = _layout(
+    ("lookup", _LOOKUP), ("levels", _LEVELS), ("candidates", _CANDIDATES), ("runs", _RUNS), ("frontier", _FRONTIER)
 )
 Lookup, Levels, Candidates, Runs, Frontier = (
     namedtuple(name.title(), SCRATCH[name].names or ()) for name in SCRATCH.names or ()

@@ -19,17 +19,7 @@ from laserbatch.retrieval_pools.drafting import state
 from laserbatch.retrieval_pools.drafting.continuations import count_continuations, least_acceptance, push_candidates
 from laserbatch.retrieval_pools.drafting.estimate import note_own_tokens
 from laserbatch.retrieval_pools.drafting.levels import add_node, add_own_levels, add_pool_levels, init_levels
-from laserbatch.retrieval_pools.drafting.state import (
-    DEPTH_DISCOUNT,
-    PLACE,
-    WEIGHT,
-    Context,
-    Options,
-    Preference,
-    estimates_at,
-    index_at,
-    scratch_at,
-)
+from laserbatch.retrieval_pools.drafting.state import DEPTH_DISCOUNT, PLACE, WEIGHT
 
 
 @cached(error_model="numpy", _nrt=False)
@@ -45,21 +35,21 @@ def draft_trees(
     `sequences` has a row for each sequence, with the columns of `state`; its column NUM_NODES is written. Callers get
     this function from `compiled_draft_trees`.
     """
-    index, estimates = index_at(places), estimates_at(places)
+    index, estimates = state.index_at(places), state.estimates_at(places)
     max_match = places[PLACE.max_match]
-    options = Options(
+    options = state.Options(
         places[PLACE.num_context_lengths],
         weights[WEIGHT.pool_escape], weights[WEIGHT.previous_escape], weights[WEIGHT.local_escape],
         use_output, use_prompt, max_nodes, min_acceptance, is_chain,
     )  # fmt: skip
-    scratch = scratch_at(np.int64(block.ctypes.data))
+    scratch = state.scratch_at(np.int64(block.ctypes.data))
     # These arrays are not indexed below 0 either; see `compiled`.
     contexts = int32s_at(np.int64(contexts.ctypes.data), contexts.shape[0])
     previous = int32s_at(np.int64(previous.ctypes.data), previous.shape[0])
     float_outputs = outputs.view(np.float32)
     for i in range(sequences.shape[0]):
         row = sequences[i]
-        context = Context(
+        context = state.Context(
             contexts[row[state.CONTEXT_BEGIN] : row[state.CONTEXT_END]], row[state.NUM_PROMPT],
             previous[row[state.PREVIOUS_BEGIN] : row[state.PREVIOUS_END]], max_match, places[PLACE.max_local_tokens],
         )  # fmt: skip
@@ -92,7 +82,7 @@ def preference_of(group, places, weights):
         inside = outside = weights[WEIGHT.outside]
     elif group != state.NO_GROUP:
         inside, outside = weights[WEIGHT.inside], weights[WEIGHT.outside]
-    return Preference(group, inside, outside, places[PLACE.num_samples])
+    return state.Preference(group, inside, outside, places[PLACE.num_samples])
 
 
 @called
