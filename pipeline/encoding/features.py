@@ -72,21 +72,15 @@ class FeatureWriter:
 
     A few numbers per text are in memory. Ids and provenance are in scratch files. Vectors are in files, which the
     encoder (`PartsEncoder`) reads and writes.
-
-    Attributes
-    ----------
-    load_encoder : called with the number of texts whose vectors are not known.
-    fields : as in `TextPart`.
-    on_batch : called with the number of texts that a batch encoded.
     """
 
     run: RunFolder
     side: Side
-    load_encoder: Callable[[int], PartsEncoder]
+    load_encoder: Callable[[int], PartsEncoder]  # called with the number of texts whose vectors are not known
     encoder_id: str
     settings: EncodingSettings
-    fields: Sequence[str] = ()
-    on_batch: Callable[[int], None] = lambda num_texts: None
+    fields: Sequence[str] = ()  # as in `TextPart`
+    on_batch: Callable[[int], None] = lambda num_texts: None  # called with the number of texts that a batch encoded
 
     def write(self, earlier: EarlierFeatures | None = None, codes_of: RunFolder | None = None) -> FeatureFigures:
         """Write all files.
@@ -117,7 +111,6 @@ class FeatureWriter:
         with atomic_folder(self.run.features_folder(side), overwrite=True) as parts_folder:
             tasks = self._part_tasks(texts, earlier, rows, vectors, coding, parts_folder)
             written: list[WrittenPart] = encoder.run_tasks(tasks)
-        self.run.features_folder(side).with_suffix(".parquet").unlink(missing_ok=True)  # written by earlier versions
         return FeatureFigures(
             parts=tuple(replace(part.file, file=f"features/{side}/{part.file.file}") for part in written),
             dim=vectors.new.dim,

@@ -7,27 +7,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage import figures
 from laserbatch.pipeline.storage.atomic import canonical_json, read_json, write_json
-from laserbatch.pipeline.storage.figures import (
-    AuditFigures,
-    BudgetFigures,
-    CtrFigures,
-    EndpointFigures,
-    ExternalCorpusFigures,
-    FeatureFigures,
-    GateFigures,
-    ModelFigures,
-    PoolBuilt,
-    PoolsUsed,
-    PreviousNight,
-    PromptRef,
-    SideFigures,
-    WorkerFigures,
-)
 
 MANIFEST_VERSION = 2
 LEFT_OUT = "left_out_of_prompts"  # key of an input table: columns that look like personal data, and why
@@ -72,41 +57,32 @@ class RunOrigin:
     ancestor_run_ids: list[str] = field(default_factory=list)  # the previous run, the one before that, and so on
     extension: str | None = None  # the extension that made the run; None: a night
     inputs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    prompts: dict[Side, PromptRef] = field(default_factory=dict)
+    prompts: dict[Side, figures.PromptRef] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
 class Generation:
     """The pools, model and workers of a run's texts, and the counts."""
 
-    pools: PoolsUsed = field(default_factory=PoolsUsed)
-    budgets: dict[Side, BudgetFigures] = field(default_factory=dict)
-    model: ModelFigures | None = None
-    workers: WorkerFigures | None = None
-    endpoint: EndpointFigures | None = None  # the server, if one wrote the texts
-    external_corpus: ExternalCorpusFigures | None = None  # texts that the server drafted from; None if it takes none
-    sides: dict[Side, SideFigures] = field(default_factory=dict)
-    plain: dict[Side, SideFigures] = field(default_factory=dict)
+    pools: figures.PoolsUsed = field(default_factory=figures.PoolsUsed)
+    budgets: dict[Side, figures.BudgetFigures] = field(default_factory=dict)
+    model: figures.ModelFigures | None = None
+    workers: figures.WorkerFigures | None = None
+    endpoint: figures.EndpointFigures | None = None  # the server, if one wrote the texts
+    external_corpus: figures.ExternalCorpusFigures | None = None  # texts that the server drafted from, if it takes any
+    sides: dict[Side, figures.SideFigures] = field(default_factory=dict)
+    plain: dict[Side, figures.SideFigures] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
 class Judgement:
     """The figures by which the publication of a run is decided."""
 
-    previous_night: PreviousNight | None = None
-    audit: AuditFigures | None = None  # None: not done yet
-    ctr: Annotated[CtrFigures, BeforeValidator(lambda value: value or {})] = field(default_factory=CtrFigures)
-    gates: list[GateFigures] = field(default_factory=list)
+    previous_night: figures.PreviousNight | None = None
+    audit: figures.AuditFigures | None = None  # None: not done yet
+    ctr: figures.CtrFigures = field(default_factory=figures.CtrFigures)
+    gates: list[figures.GateFigures] = field(default_factory=list)
     extension_figures: dict[str, float] = field(default_factory=dict)
-
-
-def _with_parts(figures: Any) -> Any:
-    """Figures of features with `parts`; those of earlier versions describe a single file instead."""
-    if not isinstance(figures, dict) or "parts" in figures:
-        return figures
-    names = ("file", "num_rows", "sha256")
-    of_file = {name: figures[name] for name in names if name in figures}
-    return {name: value for name, value in figures.items() if name not in names} | {"parts": [of_file]}
 
 
 _GROUPS = {"origin": RunOrigin, "generation": Generation, "judgement": Judgement}
@@ -134,9 +110,9 @@ class RunManifest:
     failure: str | None = None
     origin: RunOrigin
     generation: Generation = field(default_factory=Generation)
-    features: dict[Side, Annotated[FeatureFigures, BeforeValidator(_with_parts)]] = field(default_factory=dict)
-    plain_features: dict[Side, FeatureFigures] = field(default_factory=dict)  # paths are relative to the folder `plain`
-    pools_built: dict[Side, PoolBuilt] = field(default_factory=dict)
+    features: dict[Side, figures.FeatureFigures] = field(default_factory=dict)
+    plain_features: dict[Side, figures.FeatureFigures] = field(default_factory=dict)  # paths are relative to `plain/`
+    pools_built: dict[Side, figures.PoolBuilt] = field(default_factory=dict)
     judgement: Judgement = field(default_factory=Judgement)
     stages: dict[str, float] = field(default_factory=dict)  # wall time in seconds, over all attempts
 

@@ -1,10 +1,8 @@
 """Feature tables in several files: their ranges, files that are shared with the earlier run, and earlier layouts."""
 
 import datetime
-import json
 import os
 from contextlib import suppress
-from dataclasses import asdict
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +18,6 @@ from laserbatch.pipeline.encoding.feature_parts import PART_ROWS, part_bounds
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.encoding.vector_files import Encoding, NewVectors, is_saved, save_vectors
 from laserbatch.pipeline.errors import WorkspaceError
-from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
@@ -107,25 +104,6 @@ def test_codes_of_unchanged_vectors_stay_in_every_file(world):
     levels = ("vector", "cluster_id", "residual_id")
     assert all(rows[key][name] == codes[key][name] for key in codes for name in levels)
     assert all(rows["u30"][name] == codes["u00"][name] for name in levels)
-
-
-def test_a_single_file_of_an_earlier_version_is_read_and_gone_on_from(world):
-    first, figures = world.night(1)
-    expected = read_parquet(first.features_path("user"))
-    file = write_parquet(expected, first.root / "features/user.parquet")
-    for path in first.features_folder("user").iterdir():
-        path.unlink()
-    first.features_folder("user").rmdir()
-    manifest = json.loads(first.manifest_path.read_text())
-    old = asdict(figures) | {"file": "features/user.parquet", "num_rows": 20, "sha256": file.sha256}
-    manifest["features"]["user"] = {name: value for name, value in old.items() if name != "parts"}
-    first.manifest_path.write_text(json.dumps(manifest))
-    assert first.load_manifest().features["user"].num_rows == 20
-    second, figures = world.night(2)
-    assert figures.num_encoded == 0 and read_parquet(second.features_path("user")).equals(expected)
-    assert [part.num_rows for part in figures.parts] == [4] * 5
-    first.load_manifest().save()
-    assert RunManifest.load(first.manifest_path).features["user"].parts[0].file == "features/user.parquet"
 
 
 @pytest.mark.parametrize("name", ["00002.parquet", "00009.parquet"])
