@@ -26,39 +26,24 @@ _KNOWN_CODES = pa.schema({"digest": pa.uint64()} | dict.fromkeys(LEVELS, pa.int3
 
 @dataclass(frozen=True)
 class Coding:
-    """The files by which vectors get their codes.
-
-    Attributes
-    ----------
-    codebook : file of the codebook.
-    codes : file of the codes that new vectors already have, int32 (num_new, num_levels), -1 if none; earlier vectors
-        keep their codes. None: all vectors are coded anew.
-    """
+    """The files by which vectors get their codes."""
 
     codebook: Path
-    codes: Path | None
+    # The codes that new vectors already have, int32 (num_new, num_levels), -1 if none; earlier vectors keep theirs.
+    codes: Path | None  # None: all vectors are coded anew
 
 
 @dataclass(frozen=True)
 class CodebookTask:
-    """Makes the codebook of a night, and writes the codes that new vectors already have.
-
-    Attributes
-    ----------
-    places : Parquet file with the place of each vector of the side (`VectorFiles`), in the order of ids.
-    num_clusters : the configured number of clusters.
-    before : file of the codebook to continue; None: a new codebook is fitted.
-    known : files with codes of vectors in `before`, as `KnownCodesTask` writes them.
-    output : files to write. If its codebook is `before`, the codebook stays as it is.
-    """
+    """Makes the codebook of a night, and writes the codes that new vectors already have."""
 
     side: str
-    places: Path
+    places: Path  # Parquet file with the place of each vector of the side (`VectorFiles`), in the order of ids
     vectors: VectorFiles
-    num_clusters: int
-    before: Path | None
-    known: tuple[Path, ...]
-    output: Coding
+    num_clusters: int  # as configured
+    before: Path | None  # file of the codebook to continue; None: a new codebook is fitted
+    known: tuple[Path, ...]  # files with codes of vectors in `before`, as `KnownCodesTask` writes them
+    output: Coding  # files to write; if its codebook is `before`, the codebook stays as it is
 
     @property
     def inputs(self) -> list[Path]:
@@ -161,8 +146,7 @@ class KnownCodesTask:
         for batch in iter_parquet(self.features, ["vector", *LEVELS]):
             of_rows = pa.array(digests(vectors_of(batch)))
             tables.append(pa.table([of_rows, *(batch[name] for name in LEVELS)], schema=_KNOWN_CODES))
-        table = pa.concat_tables(tables)
-        is_known = pc.is_in(table["digest"], value_set=pa.array(self.new.digests()))
+        is_known = pc.is_in((table := pa.concat_tables(tables))["digest"], value_set=pa.array(self.new.digests()))
         write_parquet(table.filter(is_known), self.path)
 
 

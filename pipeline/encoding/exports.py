@@ -25,17 +25,11 @@ MISSING_FOR_PANDAS = {
 
 @dataclass(frozen=True)
 class SideExport:
-    """One side's features, to be exported to another library.
-
-    Attributes
-    ----------
-    schema : schema of the feature table.
-    batches : all or some of its rows, which are read once.
-    """
+    """One side's features, to be exported to another library."""
 
     side: str
-    schema: pa.Schema
-    batches: Iterable[pa.RecordBatch]
+    schema: pa.Schema  # of the feature table
+    batches: Iterable[pa.RecordBatch]  # all or some of its rows, which are read once
 
     @property
     def id_name(self) -> str:
@@ -78,6 +72,10 @@ def write_fuxictr(sides: Sequence[SideExport], folder: Path, place: Path) -> Non
 
     It also has the codes, as `<side>_cluster_id` and `<side>_residual_id`, to be joined to the training rows.
     """
+
+    def column(name: str, kind: str, **more: object) -> dict[str, object]:
+        return {"name": name, "active": True, "dtype": kind, "type": "categorical", **more}
+
     columns = []
     for export in sides:
         name = f"{export.id_name}.parquet"
@@ -86,19 +84,9 @@ def write_fuxictr(sides: Sequence[SideExport], folder: Path, place: Path) -> Non
         fields = {"key": export.schema.field(export.id_name).type, "value": export.schema.field("vector").type}
         schema = pa.schema(fields | dict.fromkeys(codes, pa.int32()))
         write_parquet((batch.rename_columns(schema.names) for batch in pairs), folder / name, schema)
-        columns.append(
-            {
-                "name": export.id_name,
-                "active": True,
-                "dtype": "int" if export.has_integer_ids else "str",
-                "type": "categorical",
-                "pretrained_emb": str(place / name),
-                "pretrain_dim": export.dim,
-                "pretrain_usage": "concat",
-                "freeze_emb": True,
-            }
-        )
-        columns += [{"name": code, "active": True, "dtype": "int", "type": "categorical"} for code in codes]
+        pretrained = {"pretrained_emb": str(place / name), "pretrain_dim": export.dim, "pretrain_usage": "concat"}
+        kind = "int" if export.has_integer_ids else "str"
+        columns += [column(export.id_name, kind, **pretrained, freeze_emb=True), *(column(of, "int") for of in codes)]
     _write_settings({"feature_cols": columns}, folder)
 
 

@@ -55,25 +55,16 @@ class WrittenPart:
 
 @dataclass(frozen=True)
 class PartTask:
-    """Writes a file of a side's features.
-
-    Attributes
-    ----------
-    rows : Parquet file with the id, the provenance and the place of the vector (`VectorFiles`) of each row of the side.
-    start, stop : the range of its rows that this file gets.
-    vectors : the vectors that these rows name.
-    checksums : checksums of the earlier files from which these rows are taken.
-    is_unchanged : whether one of the earlier files has exactly these rows.
-    """
+    """Writes a file of a side's features."""
 
     side: str
-    rows: Path
-    start: int
+    rows: Path  # Parquet file with the id, the provenance and the place of the vector of each row of the side
+    start: int  # the file gets the rows from `start` to `stop`
     stop: int
-    vectors: VectorFiles
+    vectors: VectorFiles  # the vectors that these rows name
     coding: Coding
-    checksums: Mapping[Path, str]
-    is_unchanged: bool
+    checksums: Mapping[Path, str]  # of the earlier files from which these rows are taken
+    is_unchanged: bool  # whether one of the earlier files has exactly these rows
     path: Path
 
     @property

@@ -25,23 +25,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TextPart:
-    """Some texts of knowledge files.
+    """Some texts of knowledge files: those from `start` to `stop` of a list of all texts to encode."""
 
-    Attributes
-    ----------
-    rows_file : Parquet file that lists the rows of all texts to encode; rows are numbered over all knowledge files.
-    start, stop : the range of that list that this part has.
-    files : the knowledge files that hold its texts: path, number of the first row, and number of rows.
-    fields : names of the parts of an answer to encode; the whole text if it has none of them, or none are named.
-    vectors : file that gets their vectors, in the order of the list.
-    """
-
-    rows_file: Path
+    rows_file: Path  # Parquet file with the list: rows, numbered over all knowledge files
     start: int
     stop: int
-    files: tuple[tuple[Path, int, int], ...]
-    fields: tuple[str, ...]
-    vectors: Path
+    files: tuple[tuple[Path, int, int], ...]  # that hold its texts: path, number of the first row, number of rows
+    fields: tuple[str, ...]  # parts of an answer to encode; the whole text if it has none of them, or none are named
+    vectors: Path  # file that gets their vectors, in the order of the list
 
     @property
     def num_texts(self) -> int:
@@ -84,15 +75,9 @@ class Task(Protocol):
     """Work that another process or machine may do."""
 
     @property
-    def inputs(self) -> list[Path]:
-        """The files that the process that runs it must see."""
-        ...
-
+    def inputs(self) -> list[Path]: ...  # the files that the process that runs it must see
     @property
-    def outputs(self) -> list[Path]:
-        """The files that exist afterwards."""
-        ...
-
+    def outputs(self) -> list[Path]: ...  # the files that exist afterwards
     def run(self) -> Any: ...
 
 
@@ -100,19 +85,14 @@ class PartsEncoder(Protocol):
     """Encodes parts and runs the tasks that make features of their vectors, in this process or on a cluster."""
 
     @property
-    def dim(self) -> int:
-        """The length of a vector."""
-        ...
+    def dim(self) -> int: ...  # the length of a vector
 
     def part_size(self, num_texts: int) -> int:
         """The largest number of texts of a part, if `num_texts` are to be encoded."""
         ...
 
     def encode_parts(self, parts: Sequence[TextPart], on_batch: Callable[[int], None]) -> None:
-        """Write the vectors of each part, unless they exist.
-
-        `on_batch` is called with the number of texts that were encoded.
-        """
+        """Write the vectors of each part, unless they exist; `on_batch` gets the number of texts that were encoded."""
         ...
 
     def run_tasks(self, tasks: Iterable[Task]) -> list[Any]:

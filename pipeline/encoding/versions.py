@@ -31,26 +31,15 @@ _DAY_BITS = 20  # bits of a key for days since 1970: enough up to the year 4840
 
 @dataclass(frozen=True)
 class Versions:
-    """All versions of a side's features, sorted by entity, then by time.
+    """All versions of a side's features, sorted by entity, then by time."""
 
-    Attributes
-    ----------
-    ids : ids of the entities, distinct and sorted.
-    entities : int64[n], places in `ids`.
-    valid_from : int32[n], days since 1970 (UTC).
-    run_ids : string[n], the run that wrote the text.
-    codes : int32 (n, num_levels), -1 if they cannot be compared with the newest run's.
-    rows : int64[n], rows of `vectors`.
-    vectors : float32 (num_read, dim), mapped from a file.
-    """
-
-    ids: pa.Array
-    entities: np.ndarray
-    valid_from: np.ndarray
-    run_ids: pa.Array
-    codes: np.ndarray
-    rows: np.ndarray
-    vectors: np.ndarray
+    ids: pa.Array  # ids of the entities, distinct and sorted
+    entities: np.ndarray  # int64[n], places in `ids`
+    valid_from: np.ndarray  # int32[n], days since 1970 (UTC)
+    run_ids: pa.Array  # string[n], the run that wrote the text
+    codes: np.ndarray  # int32 (n, num_levels), -1 if they cannot be compared with the newest run's
+    rows: np.ndarray  # int64[n], rows of `vectors`
+    vectors: np.ndarray  # float32 (num_read, dim), mapped from a file
 
     def of(self, ids: pa.Array, days: np.ndarray) -> np.ndarray:
         """The newest version of each entity that is valid on a day since 1970: int64[n]; -1 if there is none.
@@ -111,11 +100,11 @@ def feature_versions(runs: Sequence[RunFolder], of_plain: bool = False) -> Itera
         versions = {}
         for side, scratch in zip(SIDES, (user_file, item_file), strict=True):
             files = {run.run_id: (run.plain if of_plain else run).features_path(side) for run in manifests}
-            features = {run.run_id: manifest.features.get(side) for run, manifest in manifests.items()}
             features = {
-                run_id: figures
-                for run_id, figures in features.items()
-                if figures and (not of_plain or files[run_id].exists())  # not every run has plain texts
+                run.run_id: figures
+                for run, manifest in manifests.items()
+                if (figures := manifest.features.get(side))
+                and (not of_plain or files[run.run_id].exists())  # not every run has plain texts
             }
             if not features:
                 kind, first = (" of plain texts", ", with night.compare_with_plain,") if of_plain else ("", "")
