@@ -1,17 +1,15 @@
 """Columns that grow with the number of entities, as arrays in files without a name (see `retrieval_pools.mapped`)."""
 
-import mmap
-import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, cast
+from typing import cast
 
 import numpy as np
 import pyarrow as pa
 
 from laserbatch.pipeline.storage.parquet import large_type
-from laserbatch.retrieval_pools.mapped import nameless_file
+from laserbatch.retrieval_pools.mapped import GrowingArray
 
 
 def mapped_column(chunks: Iterable[pa.Array], folder: Path | None, kind: pa.DataType | None = None) -> pa.Array:
@@ -36,49 +34,34 @@ def mapped_columns(
 
 
 class _Column:
-    """A column whose values are written to a file, and their bounds, if they differ in size, to another."""
+    """A column whose values go to a growing array, and their bounds, if they differ in size, to another."""
 
     def __init__(self, kind: pa.DataType | None, folder: Path | None, files: ExitStack) -> None:
-        self._kind, self._chunks = kind, list[pa.Array]()
-        self._files = folder and [files.enter_context(nameless_file(folder)) for _ in ("values", "ends")]
-        self._length = self._total = 0
+        self._kind, self._length, self._total = kind, 0, 0
+        self._values, self._ends = GrowingArray(folder, files), GrowingArray(folder, files)
 
     def append(self, chunk: pa.Array) -> None:
         self._kind = self._kind or large_type(chunk.type)
         column, self._length = chunk.cast(self._kind), self._length + len(chunk)
-        if not self._files:
-            self._chunks.append(column)
-        elif pa.types.is_primitive(self._kind):
-            _write(self._files[0], column.to_numpy())
-        else:
-            _, offsets, *_ = column.buffers()
-            bounds = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
-            _write(self._files[1], bounds[:-1] - bounds[0] + self._total)
-            is_list = pa.types.is_large_list(self._kind)
-            values = column.values.to_numpy() if is_list else np.frombuffer(column.buffers()[2] or b"", np.uint8)
-            _write(self._files[0], values[bounds[0] : bounds[-1]])
-            self._total += int(bounds[-1] - bounds[0])
+        if pa.types.is_primitive(self._kind):
+            return self._values.append(column.to_numpy())
+        _, offsets, *_ = column.buffers()
+        bounds = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
+        self._ends.append(bounds[:-1] - bounds[0] + self._total)
+        is_list = pa.types.is_large_list(self._kind)
+        values = column.values.to_numpy() if is_list else np.frombuffer(column.buffers()[2] or b"", np.uint8)
+        self._values.append(values[bounds[0] : bounds[-1]])
+        self._total += int(bounds[-1] - bounds[0])
 
     def array(self) -> pa.Array:
-        kind = self._kind or pa.null()
-        if not self._files or pa.types.is_null(kind):
-            return pa.chunked_array(self._chunks, kind).combine_chunks()
-        values, ends = self._files
-        if pa.types.is_primitive(kind):
-            return pa.Array.from_buffers(kind, self._length, [None, _mapped(values)])
-        _write(ends, np.array([self._total]))
-        data, offsets = _mapped(values), _mapped(ends)
-        if pa.types.is_large_list(kind):
-            flat = pa.Array.from_buffers(cast(pa.LargeListType, kind).value_type, self._total, [None, data])
-            return pa.Array.from_buffers(kind, self._length, [None, offsets], children=[flat])
-        return pa.Array.from_buffers(kind, self._length, [None, offsets, data])
-
-
-def _write(file: IO[bytes], values: np.ndarray) -> None:
-    file.write(np.ascontiguousarray(values).data)
-
-
-def _mapped(file: IO[bytes]) -> pa.Buffer:
-    file.flush()
-    is_empty = not os.fstat(file.fileno()).st_size  # such a file cannot be mapped
-    return pa.py_buffer(b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        if not self._length or self._kind is None:
+            return pa.nulls(0, self._kind or pa.null())
+        data = pa.py_buffer(self._values.array())
+        if pa.types.is_primitive(self._kind):
+            return pa.Array.from_buffers(self._kind, self._length, [None, data])
+        self._ends.append(np.array([self._total]))
+        offsets = pa.py_buffer(self._ends.array())
+        if pa.types.is_large_list(self._kind):
+            flat = pa.Array.from_buffers(cast(pa.LargeListType, self._kind).value_type, self._total, [None, data])
+            return pa.Array.from_buffers(self._kind, self._length, [None, offsets], children=[flat])
+        return pa.Array.from_buffers(self._kind, self._length, [None, offsets, data])
