@@ -33,8 +33,11 @@ MASKED_SHARE = 0.2
 RIDGE = 1.0
 
 
-class AlignedAdaptor(LinearAdaptor):
-    """Maps texts into the space of a collaborative backbone that is aligned with them; subclasses say how."""
+class ContrastiveAlignment(LinearAdaptor):
+    """RLMRec-Con: texts are mapped into the space of a collaborative backbone that is aligned with them.
+
+    The text of an id must tell its e from those of other ids.
+    """
 
     entity_dim = DIM
     masked_share = 0.0  # share of the ids with a text whose layer-0 vector a step replaces by the mask token
@@ -95,40 +98,23 @@ class AlignedAdaptor(LinearAdaptor):
             self.get_buffer(f"of_text_{side}").copy_(torch.linalg.solve(x.T @ x + penalty, x.T @ e))
 
     def network(self) -> nn.Module:
-        """The small network sigma."""
-        raise NotImplementedError
+        """The small network sigma: of texts, (n, in_dim) -> (n, DIM), or of e, (n, DIM) -> (n, in_dim), if masked."""
+        in_dim, out_dim = (DIM, self.in_dim) if self.masked_share else (self.in_dim, DIM)
+        return nn.Sequential(nn.Linear(in_dim, DIM), nn.LeakyReLU(), nn.Linear(DIM, out_dim))
 
     def disagreement(
         self, final: torch.Tensor, texts: torch.Tensor, ids: torch.Tensor, sigma: nn.Module
     ) -> torch.Tensor:
         """L_align of `ids`, int64 (n,), from e (num_ids, DIM) and the texts' vectors (num_ids, in_dim) of all ids."""
-        raise NotImplementedError
+        e, s = F.embedding(ids, final), texts[ids]
+        x, y = (sigma(e), s) if self.masked_share else (e, sigma(s))
+        return info_nce(F.normalize(x, dim=1), F.normalize(y, dim=1), ids, TEMPERATURE)
 
 
-class ContrastiveAlignment(AlignedAdaptor):
-    """RLMRec-Con: the text of an id must tell its e from those of other ids."""
-
-    def network(self) -> nn.Module:
-        """Map texts: (n, in_dim) -> (n, DIM)."""
-        return nn.Sequential(nn.Linear(self.in_dim, DIM), nn.LeakyReLU(), nn.Linear(DIM, DIM))
-
-    def disagreement(self, final, texts, ids, sigma):
-        x, y = F.normalize(F.embedding(ids, final), dim=1), F.normalize(sigma(texts[ids]), dim=1)
-        return info_nce(x, y, ids, TEMPERATURE)
-
-
-class GenerativeAlignment(AlignedAdaptor):
+class GenerativeAlignment(ContrastiveAlignment):
     """RLMRec-Gen: e of a masked id, which comes from its neighbours, must predict the vector of its text."""
 
     masked_share = MASKED_SHARE
-
-    def network(self) -> nn.Module:
-        """Map e: (n, DIM) -> (n, in_dim)."""
-        return nn.Sequential(nn.Linear(DIM, DIM), nn.LeakyReLU(), nn.Linear(DIM, self.in_dim))
-
-    def disagreement(self, final, texts, ids, sigma):
-        x, y = F.normalize(sigma(F.embedding(ids, final)), dim=1), F.normalize(texts[ids], dim=1)
-        return info_nce(x, y, ids, TEMPERATURE)
 
 
 def spread_back(
