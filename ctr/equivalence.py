@@ -137,18 +137,8 @@ def _judged(pairs: list[PairedAuc], weights: np.ndarray, num_rows: int, margin: 
         verdict = "worse"
     elif low > margin:
         verdict = "better"
-    return CtrVerdict(
-        num_pairs,
-        mean,
-        low,
-        high,
-        margin,
-        confidence,
-        verdict,
-        power=_power(spread, margin, confidence),
-        seeds_needed=_seeds_needed(spread, margin, confidence),
-        rows_needed=_rows_needed(spread, num_rows, margin, confidence),
-    )
+    power, num_more = _power(spread, margin, confidence), _num_more(spread, num_rows, margin, confidence)
+    return CtrVerdict(num_pairs, mean, low, high, margin, confidence, verdict, power, *num_more)
 
 
 def _power(
@@ -162,15 +152,15 @@ def _power(
     return max(0.0, 2 * float(ndtr(room)) - 1)
 
 
-def _seeds_needed(spread: _Spread, margin: float, confidence: float) -> int | None:
-    """The number of seeds that gives MIN_POWER on the same test rows; None if up to MAX_SEEDS_ADVISED do not."""
-    tried = range(2, MAX_SEEDS_ADVISED + 1)
-    return next((num for num in tried if _power(spread, margin, confidence, num) >= MIN_POWER), None)
+def _num_more(spread: _Spread, num_rows: int, margin: float, confidence: float) -> tuple[int | None, int | None]:
+    """The number of seeds on the same test rows, and of test rows, that gives MIN_POWER; None if no tried number does.
 
+    Up to MAX_SEEDS_ADVISED seeds are tried, and test rows of more users of the same kind.
+    """
 
-def _rows_needed(spread: _Spread, num_rows: int, margin: float, confidence: float) -> int | None:
-    """The number of test rows, of more users of the same kind, that gives MIN_POWER; None if no tried number does."""
-    for growth in 2 ** np.arange(-3, 10, 0.25):
-        if _power(spread, margin, confidence, growth=growth) >= MIN_POWER:
-            return int(np.ceil(num_rows * growth))
-    return None
+    def is_enough(num_seeds: int | None = None, growth: float = 1.0) -> bool:
+        return _power(spread, margin, confidence, num_seeds, growth) >= MIN_POWER
+
+    growths = (growth for growth in (2 ** np.arange(-3, 10, 0.25)).tolist() if is_enough(growth=growth))
+    num_seeds = next(filter(is_enough, range(2, MAX_SEEDS_ADVISED + 1)), None)
+    return num_seeds, next((math.ceil(num_rows * growth) for growth in growths), None)

@@ -42,7 +42,7 @@ class Encoder:
     kind: Literal["category", "bag", "bins"]  # an id is a category
     vocabulary: pa.Array | None = None
     edges: tuple[float, ...] = ()
-    tree_slots: int | None = None  # of a bag: the slots that its field had in training; None in older models
+    tree_slots: int | None = None  # of a bag: the slots that its field had in training
 
     def encode(self, table: pa.Table) -> Field:
         """Encode a table's column. Raises CtrError if it is missing, or has another type than in training."""

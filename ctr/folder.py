@@ -71,8 +71,7 @@ class ModelCard:
         encoders: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
         for side in SIDES:
             for encoder in self.encoders[side]:
-                of_column = {"name": encoder.name, "kind": encoder.kind, "edges": list(encoder.edges)}
-                encoders[side].append(of_column | {"tree_slots": encoder.tree_slots})
+                encoders[side].append({name: of for name, of in vars(encoder).items() if name != "vocabulary"})
                 if encoder.vocabulary is not None:
                     table = pa.table({"value": encoder.vocabulary})
                     pq.write_table(table, _vocabulary_path(folder, side, encoder.name))
@@ -105,7 +104,7 @@ class ModelCard:
                 raise CtrError(
                     f"{folder} is a model of format {card['format_version']}; expected {FORMAT_VERSION}: {TRAIN_AGAIN}"
                 )
-            if card.pop("sha256", None) not in (None, _digest(card)):  # older models have none
+            if card.pop("sha256") != _digest(card):
                 raise CtrError(f"{folder / 'model.json'} was changed or is damaged; restore it, or {TRAIN_AGAIN}")
             for name, sha256 in card["files"].items():
                 if sha256_file(folder / name) != sha256:
@@ -142,7 +141,7 @@ def _vocabulary_path(folder: Path, side: str, column: str) -> Path:
 def _encoder(folder: Path, side: str, card: dict[str, Any]) -> Encoder:
     path = _vocabulary_path(folder, side, card["name"])
     vocabulary = None if card["kind"] == "bins" else pq.read_table(path)["value"].combine_chunks()
-    return Encoder(card["name"], card["kind"], vocabulary, tuple(card["edges"]), card.get("tree_slots"))
+    return Encoder(**card | {"vocabulary": vocabulary, "edges": tuple(card["edges"])})
 
 
 def score(
