@@ -84,31 +84,28 @@ def forget_in_run(run: RunFolder, files: Mapping[str, int], ids: Ids) -> int:
                 read.move(~read.has_code(ids[side], of_others=True))
     for name in files:
         _take_rows_out(run.root / name, run.root, ids)
-    plain_files = {name.removeprefix("plain/") for name in files if name.startswith("plain/")}
-    run_files = {name for name in files if not name.startswith("plain/")}
-    run_sums, plain_sums = _sums(run.root, run_files), _sums(run.plain.root, plain_files)
-    for folder, sums in ((run, run_sums), (run.plain, plain_sums)):
+    manifest, num_samples = read_json(run.manifest_path), 0
+    for folder, texts in ((run, "sides"), (run.plain, "plain")):
+        is_plain = texts == "plain"
+        names = [name.removeprefix("plain/") for name in files if name.startswith("plain/") == is_plain]
+        sums = {name: (sha256_file(path := folder.root / name), pq.read_metadata(path).num_rows) for name in names}
         for path in [*folder.root.glob("shards/*/*.json"), *folder.root.glob("plan/*.json")]:
             described = read_json(path)
             _update(described, sums)
             if path.parent.name == "plan":
                 _recount_plan(described, folder)
             _write_if_changed(described, path)
-    manifest = read_json(run.manifest_path)
-    num_samples = 0
-    for name, folder in (("sides", run), ("plain", run.plain)):
-        for side, figures in manifest.get(name, {}).items():
+        for side, figures in manifest.get(texts, {}).items():
             shown = figures.get("samples", [])
             figures["samples"] = [sample for sample in shown if str(sample["entity_id"]) not in ids[side]]
             num_samples += len(shown) - len(figures["samples"])
             _recount_side(figures, folder, side)
+        of_folder = [part for name, part in manifest.items() if (name in ("plain", "plain_features")) == is_plain]
+        _update(of_folder, sums)
     for side, audited in ((manifest.get("audit") or {}).get("sides") or {}).items():
         shown = audited["cases"]
         audited["cases"] = [case for case in shown if str(case["entity_id"]) not in ids[side]]
         num_samples += len(shown) - len(audited["cases"])
-    of_plain = ("plain", "plain_features")
-    _update({name: part for name, part in manifest.items() if name not in of_plain}, run_sums)
-    _update([manifest.get(name) for name in of_plain], plain_sums)
     _write_if_changed(manifest, run.manifest_path)
     _sum_centroids(run, [side for side in SIDES if ids[side]])
     return num_samples
@@ -208,11 +205,6 @@ class _Codebook:
         place = self.centroids.schema.get_field_index("vector")
         moved = self.centroids.set_column(place, self.centroids.schema.field(place), column)
         write_parquet(moved, self.path, self.centroids.schema)
-
-
-def _sums(root: Path, names: Iterable[str]) -> dict[str, tuple[str, int]]:
-    """The checksum and number of rows of some files below a folder."""
-    return {name: (sha256_file(root / name), pq.read_metadata(root / name).num_rows) for name in names}
 
 
 def _update(described: Any, sums: Mapping[str, tuple[str, int]]) -> None:

@@ -107,7 +107,7 @@ class LakeTables:
             if there := self._delivered(side).keys() & set(run_ids):
                 with self._naming():
                     self._known.pop(side, None)
-                    self._table(side).remove(there)
+                    self._table(side).opened().delete(_of_runs(there))
                 removed |= there
         return sorted(removed)
 
@@ -132,10 +132,7 @@ class LakeTables:
 
         def batches() -> Iterator[pa.RecordBatch]:
             for batch in chain.from_iterable(map(iter_parquet, files)):
-                named = {
-                    RUN: pa.repeat(run.run_id, len(batch)),
-                    NUMBER: pa.repeat(pa.scalar(number, pa.int64()), len(batch)),
-                }
+                named = {RUN: pa.repeat(run.run_id, len(batch)), NUMBER: pa.repeat(number, len(batch))}
                 columns = named | dict(zip(batch.schema.names, batch.columns, strict=True))
                 yield pa.record_batch([columns[field.name].cast(field.type) for field in schema], schema=schema)
 
@@ -192,7 +189,7 @@ class _DeltaTable:
     def __init__(self, uri: str) -> None:
         self._uri = uri
 
-    def _opened(self) -> Any:
+    def opened(self) -> Any:
         from deltalake import DeltaTable
         from deltalake.exceptions import TableNotFoundError
 
@@ -202,11 +199,11 @@ class _DeltaTable:
             return None
 
     def schema(self) -> pa.Schema | None:
-        opened = self._opened()
+        opened = self.opened()
         return None if opened is None else pa.schema(opened.schema().to_arrow())
 
     def rows(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        yield from pa.RecordBatchReader.from_stream(self._opened().scan(columns=list(columns)))
+        yield from pa.RecordBatchReader.from_stream(self.opened().scan(columns=list(columns)))
 
     def write(self, rows: pa.RecordBatchReader, run_id: str, is_new: bool) -> None:
         """Commit the rows of a run. They replace the run's rows in the table unless the run `is_new`."""
@@ -219,9 +216,6 @@ class _DeltaTable:
         else:
             write_deltalake(self._uri, rows, mode="overwrite", predicate=_of_runs([run_id]), **options)
 
-    def remove(self, run_ids: Collection[str]) -> None:
-        self._opened().delete(_of_runs(run_ids))
-
 
 class _IcebergTable:
     """A table of an Iceberg catalogue, named in pyiceberg's configuration, with the methods of `_DeltaTable`."""
@@ -231,7 +225,7 @@ class _IcebergTable:
 
         self._catalog, self._namespace, self._name = load_catalog(catalog), namespace, (*namespace, name)
 
-    def _opened(self) -> Any:
+    def opened(self) -> Any:
         from pyiceberg.exceptions import NoSuchNamespaceError, NoSuchTableError
 
         try:
@@ -240,36 +234,31 @@ class _IcebergTable:
             return None
 
     def schema(self) -> pa.Schema | None:
-        opened = self._opened()
+        opened = self.opened()
         return None if opened is None else opened.schema().as_arrow()
 
     def rows(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         from pyiceberg.expressions import AlwaysTrue
         from pyiceberg.io.pyarrow import ArrowScan
 
-        table = self._opened()
+        table = self.opened()
         scan = table.scan(selected_fields=tuple(columns))
         read = ArrowScan(table.metadata, table.io, scan.projection(), AlwaysTrue())
         for task in scan.plan_files():  # a file at a time: `scan` itself would read ahead all files into memory
             yield from read.to_record_batches([task])
 
     def write(self, rows: pa.RecordBatchReader, run_id: str, is_new: bool) -> None:
-        table = self._opened()
+        table = self.opened()
         if table is None:
             # The bounds of each file have whole run ids: the files of a run are then replaced without reading them.
-            properties = {
-                f"write.metadata.metrics.column.{RUN}": "full",
-                "write.target-file-size-bytes": str(FILE_BYTES),
-            }
+            properties = {f"write.metadata.metrics.column.{RUN}": "full"}
+            properties |= {"write.target-file-size-bytes": str(FILE_BYTES)}
             self._catalog.create_namespace_if_not_exists(self._namespace)
             table = self._catalog.create_table(self._name, rows.schema, properties=properties)
         if is_new:
             table.append(rows)
         else:
             table.overwrite(rows, overwrite_filter=_of_runs([run_id]))
-
-    def remove(self, run_ids: Collection[str]) -> None:
-        self._opened().delete(_of_runs(run_ids))
 
 
 def _of_runs(run_ids: Collection[str]) -> str:

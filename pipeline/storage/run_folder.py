@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import require_sha256, write_text
 from laserbatch.pipeline.storage.damage import unless_damaged
-from laserbatch.pipeline.storage.figures import FeatureFigures, ShardRecord, SideFigures
+from laserbatch.pipeline.storage.figures import FeatureFigures, ShardRecord
 from laserbatch.pipeline.storage.manifest import RunManifest, manifest_values
 from laserbatch.pipeline.storage.parquet import (
     WrittenFile,
@@ -224,11 +224,9 @@ class RunFolder:
         entity_id_type: pa.DataType,
     ) -> WrittenFile:
         """Merge quarantine rows of finished shards, and `more` rows of no shard, into one file, sorted by entity."""
-        parts = [quarantine_table(more, entity_id_type)]
-        for record in finished:
-            if record.num_quarantined:
-                parts.append(read_parquet(self.shards(side).quarantine_path(record.name)))
-        merged = pa.concat_tables(parts).sort_by("entity_id")
+        failed = [self.shards(side).quarantine_path(record.name) for record in finished if record.num_quarantined]
+        merged = pa.concat_tables([quarantine_table(more, entity_id_type), *map(read_parquet, failed)])
+        merged = merged.sort_by("entity_id")
         return write_parquet(merged, self.quarantine_path(side), quarantine_schema(entity_id_type))
 
     def read_quarantine(self, side: Side, columns: Sequence[str] | None = None) -> pa.Table:
@@ -241,22 +239,18 @@ class RunFolder:
 
     def finished_quarantine(self, side: Side) -> pa.Table:
         """The quarantine of a finished run. Raises WorkspaceError if its number of rows is not that of the manifest."""
-        return self._as_counted(
-            side, self.read_quarantine(side), self.quarantine_path(side), lambda figures: figures.num_quarantined
-        )
+        return self._as_counted(side, self.read_quarantine(side), self.quarantine_path(side), "num_quarantined")
 
     def finished_postponed(self, side: Side) -> pa.Table:
         """The postponed entities of a finished run. Raises WorkspaceError if their number is not the manifest's."""
-        path = self.postponed_path(side)
-        return self._as_counted(
-            side, self.read_postponed(side), path, lambda figures: figures.num_waiting + figures.num_without_text
-        )
+        counts = "num_waiting", "num_without_text"
+        return self._as_counted(side, self.read_postponed(side), self.postponed_path(side), *counts)
 
-    def _as_counted(self, side: Side, rows: pa.Table, path: Path, count: Callable[[SideFigures], int]) -> pa.Table:
+    def _as_counted(self, side: Side, rows: pa.Table, path: Path, *counts: str) -> pa.Table:
         figures = self.load_manifest().generation.sides.get(side)
-        if figures is not None and rows.num_rows != count(figures):
+        if figures is not None and rows.num_rows != (num_rows := sum(getattr(figures, name) for name in counts)):
             there = f"has {rows.num_rows} rows" if path.exists() else "is missing"
-            expected = f"expected {count(figures)} rows, as {self.manifest_path} counts"
+            expected = f"expected {num_rows} rows, as {self.manifest_path} counts"
             raise WorkspaceError(f"{path} {there}; {expected}. Restore it from a copy.")
         return rows
 

@@ -154,7 +154,7 @@ def test_each_run_is_there_once_however_often_it_is_delivered(workspace, place):
     assert set(there(place, "user")[lake.NUMBER].to_pylist()) == {2, 3}
     remove_delivered(workspace, place, [NEW])
     assert LakeTables.at(place).runs() == [OLD] and seen(place, workspace) == OLD
-    LakeTables.at(place)._table("item")._opened().delete("item_id < 2")  # by hand
+    LakeTables.at(place)._table("item").opened().delete("item_id < 2")  # by hand
     deliver(workspace, place)
     assert seen(place, workspace) == OLD and num_rows(place) == {"user": 5, "item": 5}
 
