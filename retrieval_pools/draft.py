@@ -28,19 +28,14 @@ _INT32, _ONE_AFTER_THE_OTHER = _NO_TOKENS.dtype, _NO_TOKENS.strides
 class DraftOptions:
     """The options of a call of `draft` or `draft_batch`.
 
-    Attributes
-    ----------
-    max_nodes : the largest number of draft tokens of a sequence, 0 to 64.
-    min_acceptance : paths with a lower estimated probability of acceptance are not drafted, nor those below 1/2048.
-    use_prompt, use_output, use_previous : which of the sequence's own texts may be drafted from.
-    as_chains : for engines that verify no trees: each draft is a single path of up to `max_nodes` tokens, the one with
-        the largest sum of its tokens' probabilities of acceptance; later tokens count less (`state.DEPTH_DISCOUNT`). It
-        need not begin with the likeliest token; it is searched for among the MAX_NODES likeliest candidate nodes.
+    `as_chains` is for engines that verify no trees: each draft is a single path of up to `max_nodes` tokens, the one
+    with the largest sum of its tokens' probabilities of acceptance; later tokens count less (`state.DEPTH_DISCOUNT`).
+    It need not begin with the likeliest token; it is searched for among the MAX_NODES likeliest candidate nodes.
     """
 
-    max_nodes: int = 16
-    min_acceptance: float = 0.07
-    use_prompt: bool = True
+    max_nodes: int = 16  # the largest number of draft tokens of a sequence, 0 to 64
+    min_acceptance: float = 0.07  # paths with a lower estimate are not drafted, nor those below 1/2048
+    use_prompt: bool = True  # which of the sequence's own texts may be drafted from
     use_output: bool = True
     use_previous: bool = True
     as_chains: bool = False
@@ -190,9 +185,18 @@ def draft_batch(
     groups = [None] * num_sequences if groups is None else groups
     max_depths = [UNLIMITED_DEPTH] * num_sequences if max_depths is None else max_depths
     compiled_options = _compiled_options(options)
-    packed_contexts, packed_previous, sequences = _pack_sequences(
-        pool, contexts, num_prompts, previous, groups, max_depths
-    )
+    numbers = list(map(len, (contexts, num_prompts, previous, groups, max_depths)))
+    if len(set(numbers)) > 1:
+        raise ValueError(f"contexts, num_prompts, previous, groups, max_depths are {numbers}; expected equal numbers")
+    sequences = np.zeros((num_sequences, state.NUM_SEQUENCE_COLUMNS), np.int64)
+    packed_contexts = _pack(contexts, sequences[:, state.CONTEXT_BEGIN : state.CONTEXT_END + 1])
+    packed_previous = _pack(previous, sequences[:, state.PREVIOUS_BEGIN : state.PREVIOUS_END + 1])
+    sequences[:, state.NUM_PROMPT] = prompts = np.asarray(num_prompts, np.int64)
+    sequences[:, state.GROUP] = list(map(pool.group_code, groups))
+    sequences[:, state.MAX_DEPTH] = max_depths
+    num_known = sequences[:, state.CONTEXT_END] - sequences[:, state.CONTEXT_BEGIN]
+    if ((num_known < prompts) | (prompts < 0)).any():
+        raise ValueError(f"num_prompts are {prompts.tolist()}; the contexts have {list(map(len, contexts))} tokens")
     if options.as_chains:
         np.minimum(sequences[:, state.MAX_DEPTH], options.max_nodes, out=sequences[:, state.MAX_DEPTH])
     outputs = np.empty((num_sequences, state.NUM_OUTPUTS, compiled_options[2]), np.int32)
@@ -223,31 +227,6 @@ def _compiled_options(options: DraftOptions) -> tuple[bool, bool, int, float, bo
         raise ValueError(f"max_nodes is {max_nodes}; expected 0 to {MAX_NODES}")
     num_outputs = MAX_NODES if as_chains and max_nodes else max_nodes
     return options.use_output, options.use_prompt, num_outputs, options.min_acceptance, as_chains
-
-
-def _pack_sequences(
-    pool: Pool,
-    contexts: Sequence[np.ndarray],
-    num_prompts: Sequence[int],
-    previous: Sequence[np.ndarray | None],
-    groups: Sequence[str | None],
-    max_depths: Sequence[int],
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Contexts end to end, previous texts end to end, and for each sequence a row with the columns of `state`."""
-    num_sequences = len(contexts)
-    numbers = list(map(len, (contexts, num_prompts, previous, groups, max_depths)))
-    if len(set(numbers)) > 1:
-        raise ValueError(f"contexts, num_prompts, previous, groups, max_depths are {numbers}; expected equal numbers")
-    sequences = np.zeros((num_sequences, state.NUM_SEQUENCE_COLUMNS), np.int64)
-    packed_contexts = _pack(contexts, sequences[:, state.CONTEXT_BEGIN : state.CONTEXT_END + 1])
-    packed_previous = _pack(previous, sequences[:, state.PREVIOUS_BEGIN : state.PREVIOUS_END + 1])
-    sequences[:, state.NUM_PROMPT] = prompts = np.asarray(num_prompts, np.int64)
-    sequences[:, state.GROUP] = list(map(pool.group_code, groups))
-    sequences[:, state.MAX_DEPTH] = max_depths
-    num_known = sequences[:, state.CONTEXT_END] - sequences[:, state.CONTEXT_BEGIN]
-    if ((num_known < prompts) | (prompts < 0)).any():
-        raise ValueError(f"num_prompts are {prompts.tolist()}; the contexts have {list(map(len, contexts))} tokens")
-    return packed_contexts, packed_previous, sequences
 
 
 def _pack(rows: Sequence[np.ndarray | None], bounds: np.ndarray) -> np.ndarray:

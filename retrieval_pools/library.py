@@ -175,15 +175,9 @@ class OpenPool:
         with self._lock:
             texts = [self._texts[request] for request in requests]
             contexts = [text.context for text in texts]  # tokens that are accepted meanwhile come after these views
-        return draft_batch(
-            self.pool,
-            contexts,
-            [text.num_prompt for text in texts],
-            [text.previous_ids for text in texts],
-            [text.group for text in texts],
-            options=DraftOptions(budget.max_tokens, budget.min_acceptance, as_chains=budget.form == "chain"),
-            num_threads=num_threads,
-        )
+        of_texts = ([getattr(text, name) for text in texts] for name in ("num_prompt", "previous_ids", "group"))
+        options = DraftOptions(budget.max_tokens, budget.min_acceptance, as_chains=budget.form == "chain")
+        return draft_batch(self.pool, contexts, *of_texts, options=options, num_threads=num_threads)
 
     def context(self, request: Hashable) -> np.ndarray:
         """The prompt of a text and the tokens accepted so far, int32[n]. Raises KeyError as `draft` does."""

@@ -2,6 +2,7 @@
 
 import datetime
 from functools import cached_property
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -11,6 +12,8 @@ from laserbatch.retrieval_pools.errors import PoolError
 
 ROUNDING = 1e-6  # rounding error of a mean number of tokens; it must not pad a step to the next size
 MIN_SHARE = 0.1  # share of a step's duration that remains however short its contexts are
+
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class StepPoint(BaseModel, frozen=True, extra="forbid"):
@@ -22,11 +25,11 @@ class StepPoint(BaseModel, frozen=True, extra="forbid"):
 class DraftCost(BaseModel, frozen=True, extra="forbid"):
     """Duration of the one call that drafts for all sequences of a step; it adds to the duration of the verify step."""
 
-    seconds_per_step: float = Field(
-        default=0.0, ge=0, description="Duration of the call itself, for any number of sequences."
+    seconds_per_step: Amount = Field(
+        default=0.0, description="Duration of the call itself, for any number of sequences."
     )
-    seconds: float = Field(default=0.0, ge=0, description="Added by each sequence, even if its draft is empty.")
-    seconds_per_token: float = Field(default=0.0, ge=0, description="Added by each draft token.")
+    seconds: Amount = Field(default=0.0, description="Added by each sequence, even if its draft is empty.")
+    seconds_per_token: Amount = Field(default=0.0, description="Added by each draft token.")
 
 
 class StepCost(BaseModel, frozen=True, extra="forbid"):
@@ -43,16 +46,14 @@ class StepCost(BaseModel, frozen=True, extra="forbid"):
         description="Ascending numbers of tokens to which the engine pads a step; a larger step is not padded.",
     )
     draft: DraftCost = Field(default=DraftCost(), description="Cost of drafting; zero where it was not measured.")
-    context_tokens: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, description="Tokens of each text and its prompt before a measured step."
+    context_tokens: Amount = Field(
+        default=0.0, description="Tokens of each text and its prompt before a measured step."
     )
-    seconds_per_context_token: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, description="Added to a step by each further context token of a text."
+    seconds_per_context_token: Amount = Field(
+        default=0.0, description="Added to a step by each further context token of a text."
     )
-    seconds_per_draft_context_token: float = Field(
+    seconds_per_draft_context_token: Amount = Field(
         default=0.0,
-        ge=0,
-        allow_inf_nan=False,
         description="Added for each pair of a draft token and a further context token, which it attends to.",
     )
     measured_on: datetime.date | None = Field(default=None, description="The day of the measurement.")
@@ -73,7 +74,9 @@ class StepCost(BaseModel, frozen=True, extra="forbid"):
 
     def seconds(self, batch_size: int, num_tokens: np.ndarray) -> np.ndarray:
         """Duration of steps of `num_tokens` packed tokens; raises PoolError if the batch size was not measured."""
-        return self._on_curve(batch_size, self._padded(np.asarray(num_tokens, float)))
+        num_tokens, sizes = np.asarray(num_tokens, float), np.array([*self.padded_to, np.inf])
+        padded = sizes[np.searchsorted(sizes, num_tokens - ROUNDING)]
+        return self._on_curve(batch_size, np.where(np.isfinite(padded), padded, num_tokens))
 
     def at_context(self, num_tokens: float) -> "StepCost":
         """The step cost for texts that have `num_tokens` tokens, prompts included."""
@@ -130,13 +133,6 @@ class StepCost(BaseModel, frozen=True, extra="forbid"):
         token_s = self.seconds_per_context_token * batch_size + self.seconds_per_draft_context_token * num_drafted
         added_s = token_s * (num_context_tokens - self.context_tokens)
         return np.maximum(seconds + added_s, MIN_SHARE * seconds)
-
-    def _padded(self, num_tokens: np.ndarray) -> np.ndarray:
-        if not self.padded_to:
-            return num_tokens
-        place = np.searchsorted(self.padded_to, num_tokens - ROUNDING)
-        sizes = np.array(self.padded_to, float)
-        return np.where(place < len(sizes), sizes[np.minimum(place, len(sizes) - 1)], num_tokens)
 
     def _on_curve(self, batch_size: int, num_tokens: np.ndarray) -> np.ndarray:
         """Duration of steps, where `num_tokens` includes the padding."""

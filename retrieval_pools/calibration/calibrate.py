@@ -15,18 +15,7 @@ from laserbatch.retrieval_pools.calibration.replay import ReplayText, accepted_p
 from laserbatch.retrieval_pools.draft import DraftOptions, draft_batch
 from laserbatch.retrieval_pools.drafting.estimate import NUM_PLACES, NUM_TOKEN_KINDS
 from laserbatch.retrieval_pools.drafting.state import MAX_NODES
-from laserbatch.retrieval_pools.index.calibration_record import (
-    DRAFT_TOKENS,
-    KNOT_SHARES,
-    MIN_ACCEPTANCES,
-    SIZE_KNOTS,
-    BudgetCell,
-    BudgetCurve,
-    Calibration,
-    ReplayedBudgets,
-    SourceCurve,
-    beta_features,
-)
+from laserbatch.retrieval_pools.index import calibration_record as record
 from laserbatch.retrieval_pools.index.pool import Pool
 from laserbatch.retrieval_pools.sources import NUM_TEXT_SOURCES
 
@@ -38,7 +27,7 @@ MIN_TEXTS = 50  # a pool of fewer texts is not calibrated
 TEXTS_PER_HELD_BACK = 5  # at most one text in five is held back
 INVERSE_PRIOR = 1.0  # prior variance of the fitted weights; 10 accepts no more, and estimates worse from few nodes
 DIGITS = 5  # decimals of the numbers in the manifest
-GRID = tuple((size, least) for size in DRAFT_TOKENS for least in MIN_ACCEPTANCES)
+GRID = tuple((size, least) for size in record.DRAFT_TOKENS for least in record.MIN_ACCEPTANCES)
 MAX_BUDGET_TOKENS = 10_000  # tokens of each kind of text replayed under all budgets; each takes a draft
 MIN_CHANGED_TEXTS = 10
 
@@ -55,17 +44,13 @@ def spread_positions(num_texts: int, num_chosen: int, seed: int = 0) -> np.ndarr
     return np.floor((np.arange(num_chosen) + offset) * (num_texts / max(1, num_chosen))).astype(np.int64)
 
 
-def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | None = None) -> Calibration:
+def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | None = None) -> record.Calibration:
     """Replay texts and fit curves of acceptance. The same inputs give the same result.
 
-    Parameters
-    ----------
-    pool : the pool to draft from; it must not hold the texts. Its present curves are not used.
-    texts : at least two. If they are long, some are left out, so that about MAX_TOKENS tokens are replayed.
-    options : the draft options of the run. The fit uses the largest trees, with unlikely paths too, at the positions
-        where such a run drafts: a text is easier to predict where a tree ended than after a wrong token.
-
-    Raises ValueError if there are fewer than two texts.
+    The pool must not hold the texts; its present curves are not used. If the texts are long, some are left out, so that
+    about MAX_TOKENS tokens are replayed. `options` are those of the run. The fit uses the largest trees, with unlikely
+    paths too, at the positions where such a run drafts: a text is easier to predict where a tree ended than after a
+    wrong token. Raises ValueError if there are fewer than two texts.
     """
     if len(texts) < 2:
         raise ValueError(f"{len(texts)} texts to calibrate with; expected two or more")
@@ -76,7 +61,7 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
     assert pool_escape is not None
     widest = replace(options, max_nodes=MAX_NODES, min_acceptance=0.0)
     nodes = replay_nodes(plain, texts, widest, options)
-    return Calibration(
+    return record.Calibration(
         pool_escape=pool_escape,
         num_texts=len(texts),
         num_tokens=sum(len(text.text_ids) for text in texts),
@@ -84,7 +69,7 @@ def calibrate(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | N
     )
 
 
-def fit_sources(nodes: np.ndarray) -> tuple[SourceCurve, ...]:
+def fit_sources(nodes: np.ndarray) -> tuple[record.SourceCurve, ...]:
     """The curve of each source that drafted: one logistic regression over NODE[n], nodes whose parents are accepted.
 
     There is a weight for each kind of token, and for each source one more per kind of token and one per kind of place.
@@ -96,12 +81,10 @@ def fit_sources(nodes: np.ndarray) -> tuple[SourceCurve, ...]:
 
     if len(np.unique(nodes["is_accepted"])) < 2:
         return ()  # there is nothing to fit
-    sources, (token_kinds, place_kinds) = (
-        nodes["source"].astype(np.int64),
-        np.divmod(nodes["kind"].astype(np.int64), NUM_PLACES),
-    )
+    sources = nodes["source"].astype(np.int64)
+    token_kinds, place_kinds = np.divmod(nodes["kind"].astype(np.int64), NUM_PLACES)
     count_features = np.zeros((len(nodes), NUM_TEXT_SOURCES, 3))
-    count_features[np.arange(len(nodes)), sources] = beta_features(nodes["relative_count"])
+    count_features[np.arange(len(nodes)), sources] = record.beta_features(nodes["relative_count"])
 
     def one_hot(place: np.ndarray, size: int) -> csr_matrix:
         return csr_matrix((np.ones(len(place)), (np.arange(len(place)), place)), (len(place), size))
@@ -123,11 +106,9 @@ def fit_sources(nodes: np.ndarray) -> tuple[SourceCurve, ...]:
     beta, place_weights = beta.reshape(NUM_TEXT_SOURCES, 3), place_weights.reshape(NUM_TEXT_SOURCES, NUM_PLACES)
     token_weights = np.round(token_weights + source_weights.reshape(NUM_TEXT_SOURCES, NUM_TOKEN_KINDS), DIGITS)
     return tuple(
-        SourceCurve(
+        record.SourceCurve(
             source=source,
-            offset=beta[source, 0],
-            low=beta[source, 1],
-            high=beta[source, 2],
+            **dict(zip(("offset", "low", "high"), beta[source], strict=True)),
             of_tokens=tuple(token_weights[source].tolist()),
             of_places=tuple(place_weights[source].tolist()),
         )
@@ -155,19 +136,16 @@ def _of_bounded_length(texts: Sequence[ReplayText], max_tokens: int) -> Sequence
     return [texts[position] for position in spread_positions(len(texts), num_replayed)]
 
 
-def budget_curve(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | None = None) -> BudgetCurve:
-    """Replay texts under every budget of the grid. The same inputs give the same result.
+def budget_curve(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | None = None) -> record.BudgetCurve:
+    """Replay texts, at least one, under every budget of the grid. The same inputs give the same result.
 
-    Parameters
-    ----------
-    pool : a calibrated pool, as runs draft from it; it must not hold the texts.
-    texts : at least one. If they are long, some are left out: about MAX_BUDGET_TOKENS tokens of each kind are replayed.
-    options : says which sources are drafted from; its budget is ignored.
+    The pool is calibrated, as runs draft from it, and must not hold the texts. If they are long, some are left out:
+    about MAX_BUDGET_TOKENS tokens of each kind are replayed. Of `options` the budget is ignored.
     """
     options = DraftOptions() if options is None else options
     new = [replace(text, previous_ids=None) for text in texts]
     changed = [text for text in texts if text.previous_ids is not None] if options.use_previous else []
-    return BudgetCurve(
+    return record.BudgetCurve(
         sources=options.sources,
         new=_replayed(pool, new, options),
         changed=_replayed(pool, changed, options) if len(changed) >= MIN_CHANGED_TEXTS else None,
@@ -175,8 +153,8 @@ def budget_curve(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions 
 
 
 def with_budgets(
-    calibration: Calibration, pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | None = None
-) -> Calibration:
+    calibration: record.Calibration, pool: Pool, texts: Sequence[ReplayText], options: DraftOptions | None = None
+) -> record.Calibration:
     """Add the gain of each budget to a calibration, replayed on the texts that it was fitted to.
 
     The curves have a few hundred parameters and are fitted to tens of thousands of nodes, so they hardly overfit.
@@ -208,17 +186,17 @@ def replay_budgets(
         num_drafted[position] = np.minimum(sizes, likely)
         num_accepted[position] = np.searchsorted(accepted_path(tree, truth, position), num_drafted[position])
     walkers, position = np.arange(len(budgets)), np.zeros(len(budgets), np.int64)
-    num_at_knots = np.zeros((len(budgets), len(SIZE_KNOTS)))
+    num_at_knots = np.zeros((len(budgets), len(record.SIZE_KNOTS)))
     while len(walkers):
         position = text.next_open[position]
-        num_at_knots[walkers] += KNOT_SHARES[num_drafted[position, walkers]]
+        num_at_knots[walkers] += record.KNOT_SHARES[num_drafted[position, walkers]]
         position = position + num_accepted[position, walkers] + 1
         on_the_way = position < len(contexts)
         walkers, position = walkers[on_the_way], position[on_the_way]
     return num_at_knots
 
 
-def _replayed(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions) -> ReplayedBudgets | None:
+def _replayed(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions) -> record.ReplayedBudgets | None:
     num_tokens = sum(len(text.text_ids) for text in texts)
     stride = max(1, -(-num_tokens // MAX_BUDGET_TOKENS))
     texts = texts[::stride]
@@ -228,12 +206,12 @@ def _replayed(pool: Pool, texts: Sequence[ReplayText], options: DraftOptions) ->
     num_steps, num_tokens = num_at_knots.sum(axis=1), sum(len(text.text_ids) for text in texts)
     tokens_per_step = (num_tokens + len(texts)) / num_steps  # every text's end is written too
     shares = num_at_knots / num_steps[:, None]
-    return ReplayedBudgets(
+    return record.ReplayedBudgets(
         num_texts=len(texts),
         num_tokens=num_tokens,
         num_form=sum(text.num_form for text in texts),
         cells=tuple(
-            BudgetCell(
+            record.BudgetCell(
                 max_draft_tokens=size,
                 min_acceptance=least,
                 tokens_per_step=round(float(pace), DIGITS),

@@ -139,10 +139,9 @@ def pool_steps(
     def draft_after(position: int) -> Draft:
         return draft(pool, context[: num_prompt + position], num_prompt, text.previous_ids, text.group, options)
 
-    if verified is None:
-        return steps_along(text.text_ids, draft_after, next_open=text.next_open)
-
     def num_verified(tree: Draft) -> int:  # the most probable nodes come first
+        if verified is None:
+            return len(tree)
         is_likely = np.exp(tree.log_acceptance) >= verified.min_acceptance
         return min(verified.max_nodes, int(np.count_nonzero(is_likely)))
 
@@ -157,13 +156,10 @@ def steps_along(
 ) -> Iterator[ReplayStep[TreeT]]:
     """Draft along a text with any drafter. Every step ends with a bonus token, the last one with the end token.
 
-    Parameters
-    ----------
-    text_ids : int[n], without its end token.
-    draft_after : returns a draft, given the number of known tokens of the text, which rises; only this is timed.
-    num_verified : returns the number of a draft's first nodes that are verified; the next draft starts after those
-        accepted. None: all.
-    next_open : as `ReplayText.next_open`; None: no token was appended without a step.
+    `text_ids`, int[n], are without the end token. `draft_after` returns a draft, given the number of known tokens of
+    the text, which rises; only this is timed. `num_verified` returns the number of a draft's first nodes that are
+    verified (None: all); the next draft starts after those accepted. `next_open` is as in `ReplayText`; None: no token
+    was appended without a step.
     """
     truth = text_ids.tolist()
     places = range(len(truth) + 1) if next_open is None else next_open.tolist()

@@ -64,11 +64,17 @@ def count_continuations(
                 left += share * runs.weight[run]
                 continue
             c, num_candidates = _candidate(candidates, num_candidates, runs.token[run], num_seen)
-            if c >= 0:
-                _add_share(candidates, c, source, share * runs.weight[run])
-                if source == SOURCE_POOL and runs.begin[run] < runs.end[run]:
+            if c < 0:
+                continue
+            added = share * runs.weight[run]
+            candidates.total[c] += added
+            if source == SOURCE_POOL:
+                candidates.pool[c] += added
+                if runs.begin[run] < runs.end[run]:
                     candidates.runs[c, level, 0], candidates.runs[c, level, 1] = runs.begin[run], runs.end[run]
                     candidates.has_run[c] |= 1 << level
+            elif added > candidates.own[c] or (added == candidates.own[c] and source < candidates.own_source[c]):
+                candidates.own[c], candidates.own_source[c] = added, source
     return num_candidates
 
 
@@ -93,15 +99,6 @@ def _candidate(candidates, num_candidates, token, num_seen):
     candidates.has_run[num_candidates] = 0
     candidates.total[num_candidates] = candidates.pool[num_candidates] = candidates.own[num_candidates] = 0.0
     return num_candidates, num_candidates + 1
-
-
-@part
-def _add_share(candidates, c, source, share):
-    candidates.total[c] += share
-    if source == SOURCE_POOL:
-        candidates.pool[c] += share
-    elif share > candidates.own[c] or (share == candidates.own[c] and source < candidates.own_source[c]):
-        candidates.own[c], candidates.own_source[c] = share, source
 
 
 @part

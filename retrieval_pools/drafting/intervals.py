@@ -148,12 +148,6 @@ def _ends_of_context(index, low, high, low_end, high_end, context, length, known
 
 
 @part
-def narrow_interval(index, first, last, offset, token):
-    """The part of an interval whose next token, `offset` tokens on, is `token`."""
-    return ends_of_run(index, first, last, first, last, offset, token)
-
-
-@part
 def narrow_to_run(index, first, last, offset, token, num_samples, begin, end):
     """The part of an interval whose next token is `token`, given that its samples `begin` to `end` have that token."""
     stride = sample_stride(num_samples, last - first)

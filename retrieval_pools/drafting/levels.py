@@ -54,11 +54,6 @@ def _find(intervals, index, recent, length):
 
 
 @part
-def _shorter(length):
-    return length - 1 if length <= 4 else (2 * length) // 3
-
-
-@part
 def add_pool_levels(levels, lookup, index, preference, context, options):
     """Add the longest match, then shorter contexts that were seen at least twice as often as the last one added.
 
@@ -78,7 +73,7 @@ def add_pool_levels(levels, lookup, index, preference, context, options):
             levels.first[0, num_levels], levels.last[0, num_levels] = first, last
             num_levels += 1
             before = num_seen
-        length = _shorter(length)
+        length = length - 1 if length <= 4 else (2 * length) // 3
     return num_levels
 
 
@@ -87,29 +82,25 @@ def add_own_levels(levels, num_levels, context, options):
     """Add a level for each of the sequence's own texts that has the output's end. Returns the number of levels."""
     num_prompt, num_tokens = context.num_prompt, context.tokens.shape[0]
     if context.previous.shape[0] > 0:
-        end = min(context.previous.shape[0], context.max_tokens)
-        positions = levels.positions[0, SOURCE_PREVIOUS]
-        length, count = match_own_text(context.previous, 0, end, True, context, positions)
-        if count > 0:
-            num_levels = _insert_own_level(levels, num_levels, SOURCE_PREVIOUS, length, count, options.previous_escape)
+        text, end = context.previous, min(context.previous.shape[0], context.max_tokens)
+        num_levels = _add_own_level(levels, num_levels, SOURCE_PREVIOUS, text, 0, end, context, options.previous_escape)
+    text, escape = context.tokens, options.local_escape
     if options.use_output:
         begin = max(num_prompt, num_tokens - context.max_tokens)
-        positions = levels.positions[0, SOURCE_OUTPUT]
-        length, count = match_own_text(context.tokens, begin, num_tokens, False, context, positions)
-        if count > 0:
-            num_levels = _insert_own_level(levels, num_levels, SOURCE_OUTPUT, length, count, options.local_escape)
+        num_levels = _add_own_level(levels, num_levels, SOURCE_OUTPUT, text, begin, num_tokens, context, escape)
     if options.use_prompt:
         begin = max(0, num_prompt - context.max_tokens)
-        positions = levels.positions[0, SOURCE_PROMPT]
-        length, count = match_own_text(context.tokens, begin, num_prompt, False, context, positions)
-        if count > 0:
-            num_levels = _insert_own_level(levels, num_levels, SOURCE_PROMPT, length, count, options.local_escape)
+        num_levels = _add_own_level(levels, num_levels, SOURCE_PROMPT, text, begin, num_prompt, context, escape)
     return num_levels
 
 
 @part
-def _insert_own_level(levels, num_levels, source, length, count, escape):
-    """Insert a level so that longer contexts come first, and an own text before the pool at equal length."""
+def _add_own_level(levels, num_levels, source, text, begin, end, context, escape):
+    """Insert a level, if `text[begin:end]` has the output's end: longer contexts first, own texts before the pool."""
+    is_whole_text, positions = source == SOURCE_PREVIOUS, levels.positions[0, source]
+    length, count = match_own_text(text, begin, end, is_whole_text, context, positions)
+    if count == 0:
+        return num_levels
     k = num_levels
     while k > 0:
         is_longer = levels.length[k - 1] > length
@@ -122,13 +113,6 @@ def _insert_own_level(levels, num_levels, source, length, count, escape):
     levels.source[k], levels.length[k], levels.escape[k] = source, length, escape
     levels.first[0, k], levels.last[0, k] = 0, count
     return num_levels + 1
-
-
-@part
-def init_levels(levels, num_levels):
-    """Mark the levels as known at node 0, the root."""
-    levels.depth[0] = 0
-    levels.matched[0] = levels.may_match[0] = (1 << num_levels) - 1
 
 
 @part
@@ -177,7 +161,7 @@ def _next_interval(levels, level, frontier, slot, index, offset, preference):
         probability = frontier.probability[parent - 1] if parent > 0 else 1.0
         num_samples = min(pool.num_samples_behind(preference, probability), last - first)
         return pool.narrow_to_run(index, first, last, offset, token, num_samples, begin, end)
-    return pool.narrow_interval(index, first, last, offset, token)
+    return pool.ends_of_run(index, first, last, first, last, offset, token)
 
 
 @part

@@ -18,7 +18,7 @@ from laserbatch.retrieval_pools.compiled import cached, called, int32s_at, part
 from laserbatch.retrieval_pools.drafting import state
 from laserbatch.retrieval_pools.drafting.continuations import count_continuations, least_acceptance, push_candidates
 from laserbatch.retrieval_pools.drafting.estimate import note_own_tokens
-from laserbatch.retrieval_pools.drafting.levels import add_node, add_own_levels, add_pool_levels, init_levels
+from laserbatch.retrieval_pools.drafting.levels import add_node, add_own_levels, add_pool_levels
 from laserbatch.retrieval_pools.drafting.state import DEPTH_DISCOUNT, PLACE, WEIGHT
 
 
@@ -103,8 +103,8 @@ def draft_tree(scratch, index, preference, context, options, max_depth, estimate
     # Whether the prompt has a token says less about that token at the beginning of a text than later.
     note_own_tokens(lookup.own, context, options.use_prompt and not is_first, options.use_output)
     node, probability, size, num_nodes = 0, 1.0, 0, 0  # node 0 is the root, node n the n-th drafted
-    best_node, levels.worth[0] = 0, 0.0
-    init_levels(levels, num_levels)
+    best_node, levels.worth[0], levels.depth[0] = 0, 0.0, 0
+    levels.matched[0] = levels.may_match[0] = (1 << num_levels) - 1  # all levels are known at the root
     while num_nodes < max_nodes:
         depth = levels.depth[node]
         if depth < max_depth:

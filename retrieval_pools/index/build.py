@@ -192,26 +192,20 @@ def _write_arrays(
 def _replayed(
     held_back: HeldBack, laid: LaidTexts, manifest: PoolManifest, folder: Path, scratch: Path
 ) -> Calibration | None:
-    reduced_pool = _without(np.asarray(held_back.numbers, np.int64), laid, manifest, folder, scratch)
-    calibration = held_back.calibrate(reduced_pool)
-    give_back(*reduced_pool.index[:4])
-    return calibration
-
-
-def _without(left_out: np.ndarray, laid: LaidTexts, manifest: PoolManifest, folder: Path, scratch: Path) -> Pool:
-    """The pool that is being built without the texts in `left_out`: its order does not have their positions."""
+    """The calibration by a temporary pool without the held-back texts: its order does not have their positions."""
+    left_out = np.asarray(held_back.numbers, np.int64)
     is_included = np.ones(laid.num_texts, bool)
     is_included[left_out] = False
     text_of = TextOf(laid.starts)
     order = read_chunks(array_path(folder, "order"))
     remaining = in_threads(lambda chunk: chunk[text_of.values(is_included, chunk)], order)
     _write_arrays(remaining, laid, manifest.settings, scratch, scratch, left_out)
-    arrays = {"tokens": laid.tokens}
-    arrays |= {
-        name: map_array(array_path(scratch, name)) for name in array_names(manifest.settings) if name != "tokens"
-    }
-    index = Index.of(arrays, manifest.settings.index_depth)
-    return Pool.of_arrays(None, manifest, index)
+    names = (name for name in array_names(manifest.settings) if name != "tokens")
+    arrays = {"tokens": laid.tokens} | {name: map_array(array_path(scratch, name)) for name in names}
+    pool = Pool.of_arrays(None, manifest, Index.of(arrays, manifest.settings.index_depth))
+    calibration = held_back.calibrate(pool)
+    give_back(*pool.index[:4])
+    return calibration
 
 
 @contextmanager

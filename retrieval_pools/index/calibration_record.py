@@ -108,13 +108,8 @@ class Calibration(Frozen):
 
     @property
     def curves(self) -> np.ndarray:
-        """Acceptance by source, kind and relative count: float32 `estimate.CURVES_SHAPE`."""
-        return curves_of(self.sources)
-
-
-def curves_of(sources: tuple[SourceCurve, ...]) -> np.ndarray:
-    """The values of each source's curves, or the identity if it has none: float32 of `estimate.CURVES_SHAPE`."""
-    curves = IDENTITY_CURVES.copy()
-    for source in sources:
-        curves[source.source] = source.values
-    return curves
+        """Acceptance by source, kind and relative count, of no curve the count itself: float32 `CURVES_SHAPE`."""
+        curves = IDENTITY_CURVES.copy()
+        for source in self.sources:
+            curves[source.source] = source.values
+        return curves

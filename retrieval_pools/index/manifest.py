@@ -97,8 +97,7 @@ def read_manifest(folder: Path) -> PoolManifest:
         return PoolManifest.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise PoolError(f"{path} is damaged: {where}: {first['msg']}. {REBUILD}") from None
+        raise PoolError(f"{path} is damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}. {REBUILD}") from None
 
 
 def group_code_dtype(num_groups: int) -> np.dtype:

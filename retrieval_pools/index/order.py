@@ -30,14 +30,9 @@ def sort_texts(
 
     Positions with equal first tokens are sorted by the next token, and so on (Bentley and Sedgewick 1997).
 
-    Parameters
-    ----------
-    tokens : int32[n], all texts laid end to end.
-    starts : int32[num_texts + 1], the separators.
-    texts : int[m], increasing numbers of the texts to sort.
-    first_tokens : result of `count_first_tokens` for these texts.
-    depth : number of tokens compared.
-    max_positions : largest number of positions sorted at a time, unless a single first token has more.
+    `tokens`, int32[n], are all texts laid end to end, `starts`, int32[num_texts + 1], the separators, and `texts`,
+    int[m], the increasing numbers of the texts to sort. `first_tokens` is the result of `count_first_tokens` for these.
+    `depth` tokens are compared. At most `max_positions` are sorted at a time, unless a single first token has more.
     """
     first, last = 0, len(first_tokens) - 1
     while first < last:

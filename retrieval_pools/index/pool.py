@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from laserbatch.retrieval_pools.drafting.estimate import CURVES_SHAPE, IDENTITY_CURVES
+from laserbatch.retrieval_pools.drafting.estimate import IDENTITY_CURVES
 from laserbatch.retrieval_pools.drafting.state import NO_GROUP, UNKNOWN, Index, PoolHandle
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.arrays import make_resident, read_chunks
@@ -32,28 +32,17 @@ _VERIFIED: set[tuple] = set()  # `_lying` of the pools whose files this process 
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """An open pool: immutable, safe to share between threads. Make one with `Pool.open` or `build.build_pool`.
+    """An open pool: immutable, safe to share between threads. Make one with `Pool.open` or `build.build_pool`."""
 
-    Parameters
-    ----------
-    folder : the pool's folder; None for a pool in memory.
-    manifest : its manifest.
-    index : its arrays, read-only; see `drafting.state.Index`.
-    settings : the settings for drafting; those of the manifest unless `with_settings` changed them.
-    curves : float32 `estimate.CURVES_SHAPE`, acceptance by source, kind of node and relative count.
-    fitted_escape : the escape of the pool if the settings name none.
-    budgets : the gain of each draft budget in the replays of its calibration, if known.
-    num_sorted : the number of texts that its build sorted; the order of the others came from an older pool. None: the
-        pool was opened, not built.
-    """
-
-    folder: Path | None
+    folder: Path | None  # None for a pool in memory
     manifest: PoolManifest
-    index: Index
-    settings: DraftSettings
+    index: Index  # its arrays, read-only
+    settings: DraftSettings  # for drafting; those of the manifest unless `with_settings` changed them
+    # Acceptance by source, kind of node and relative count: float32 `estimate.CURVES_SHAPE`.
     curves: np.ndarray = field(default_factory=lambda: IDENTITY_CURVES, repr=False)
-    fitted_escape: float = DEFAULT_POOL_ESCAPE
-    budgets: BudgetCurve | None = field(default=None, repr=False)
+    fitted_escape: float = DEFAULT_POOL_ESCAPE  # of the pool if the settings name none
+    budgets: BudgetCurve | None = field(default=None, repr=False)  # the gain of each draft budget in replays, if known
+    # The number of texts that its build sorted; the order of the others came from an older pool. None: it was opened.
     num_sorted: int | None = field(default=None, repr=False)
 
     @classmethod
@@ -137,16 +126,8 @@ class Pool:
         """The same pool with the estimates of a calibration; None: as a pool without calibration."""
         if calibration is None:
             return replace(self, curves=IDENTITY_CURVES, fitted_escape=DEFAULT_POOL_ESCAPE, budgets=None)
-        fitted = self.with_curves(calibration.curves)
-        return replace(fitted, fitted_escape=calibration.pool_escape, budgets=calibration.budgets)
-
-    def with_curves(self, curves: np.ndarray) -> "Pool":
-        """The same pool with other curves of acceptance: float32 of `estimate.CURVES_SHAPE`."""
-        curves = np.ascontiguousarray(curves, np.float32)
-        if curves.shape != CURVES_SHAPE:
-            raise PoolError(f"curves of acceptance have the shape {CURVES_SHAPE}, not {curves.shape}.")
-        curves.flags.writeable = False
-        return replace(self, curves=curves)
+        escape, budgets = calibration.pool_escape, calibration.budgets
+        return replace(self, curves=calibration.curves, fitted_escape=escape, budgets=budgets)
 
     @cached_property
     def _group_codes(self) -> dict[str, int]:

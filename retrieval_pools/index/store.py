@@ -20,14 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from laserbatch.retrieval_pools.atomic import (
-    TEMPORARY_SUFFIX,
-    atomic_path,
-    freed_bytes,
-    remove,
-    remove_folder,
-    sha256_file,
-)
+from laserbatch.retrieval_pools import atomic
 from laserbatch.retrieval_pools.errors import PoolError
 from laserbatch.retrieval_pools.index.build import staged_folder, sync_folder
 from laserbatch.retrieval_pools.index.manifest import REBUILD, PoolManifest, Side
@@ -44,19 +37,13 @@ _FOLDER = re.compile(rf"{_VERSION.pattern}(?:@\d+)?")
 
 @dataclass(frozen=True)
 class PoolVersion:
-    """One published version.
-
-    Parameters
-    ----------
-    pools : the manifests of the sides that have a pool.
-    problem : why the version cannot be used, or None. Only manifests and file sizes were checked.
-    """
+    """One published version."""
 
     version: str
     folder: Path
     is_current: bool
-    pools: dict[Side, PoolManifest]
-    problem: str | None
+    pools: dict[Side, PoolManifest]  # the manifests of the sides that have a pool
+    problem: str | None  # why the version cannot be used, or None; only manifests and file sizes were checked
 
 
 @dataclass(frozen=True)
@@ -152,14 +139,14 @@ class PoolStore:
         newest = [version for version in reversed(versions) if version != current]
         retained = {current, *in_use, *newest[: keep - (current in versions)]}
         old = tuple(version for version in versions if version not in retained)
-        leftovers = [*self.root.glob(f".*{TEMPORARY_SUFFIX}")] if self.root.is_dir() else []
+        leftovers = [*self.root.glob(f".*{atomic.TEMPORARY_SUFFIX}")] if self.root.is_dir() else []
         leftovers += [path for version in versions if version not in old for path in folders[version][:-1]]
-        num_bytes = freed_bytes([*(path for name in old for path in folders[name]), *leftovers])
+        num_bytes = atomic.freed_bytes([*(path for name in old for path in folders[name]), *leftovers])
         if not dry_run:
             for version in old:
                 self._remove(version)
             for path in leftovers:
-                remove(path)
+                atomic.remove(path)
         return GcResult(old, len(leftovers), num_bytes)
 
     def drop(self, version: str) -> None:
@@ -171,7 +158,7 @@ class PoolStore:
         """Remove the folders of a version, the oldest first: if the process dies, no replaced folder is the version."""
         folders = self._folders().get(version, [])
         for folder in folders[:-1] if but_newest else folders:
-            remove_folder(folder)
+            atomic.remove_folder(folder)
 
     @contextmanager
     def publish(self, version: str, make_current: bool = True) -> Iterator[Path]:
@@ -219,7 +206,7 @@ class PoolStore:
         return pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.is_file() else None
 
     def _point_to(self, version: str) -> None:
-        with atomic_path(self.root / CURRENT_NAME) as temporary:
+        with atomic.atomic_path(self.root / CURRENT_NAME) as temporary:
             temporary.write_text(version + "\n", encoding="utf-8")
 
     def _describe(self, version: str, folder: Path, is_current: bool) -> PoolVersion:
@@ -263,11 +250,11 @@ def _require_files(folder: Path, verify: bool) -> None:
     for name, sha256 in checksums.items():
         if not (folder / name).is_file():
             raise PoolError(f"{folder / name} is missing. {REBUILD}")
-        if verify and sha256_file(folder / name) != sha256:
+        if verify and atomic.sha256_file(folder / name) != sha256:
             raise PoolError(f"{folder / name} is damaged: it does not fit its checksum in {path}. {REBUILD}")
 
 
 def _content(folder: Path, but: str | None = None) -> dict[str, str]:
     """Checksum of every file below a folder, without those of the suffix `but`; equal for equal content."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != but)
-    return {str(path.relative_to(folder)): sha256_file(path) for path in files}
+    return {str(path.relative_to(folder)): atomic.sha256_file(path) for path in files}

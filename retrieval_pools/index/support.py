@@ -24,12 +24,9 @@ def supported_lengths(
     that has `min_support` entities, and no longer than the shortest common prefix of neighbours in the window. For each
     place the shortest such window that ends there is enough: `_hand_on` covers the longer ones.
 
-    Parameters
-    ----------
-    tokens, order : int32[n + 1] and int32[n], see `order.sort_texts`.
-    entities : int32[n], the entity of each place's text, from 0 on.
-    min_support : number of entities that make an n-gram supported, at least 2.
-    depth : number of tokens that `order` is sorted by, at most 255; no longer n-gram is considered.
+    `tokens` and `order`, int32[n + 1] and int32[n], are as in `order.sort_texts`; `entities`, int32[n], is the entity
+    of each place's text, from 0 on. At least 2 entities, `min_support`, make an n-gram supported. No n-gram is longer
+    than `depth`, the number of tokens that `order` is sorted by, at most 255.
     """
     shared = _shared_with_place_before(tokens, order, depth)
     support = _least_shared_in_windows(shared, entities, min_support)

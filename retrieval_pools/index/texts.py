@@ -29,18 +29,11 @@ _SEPARATOR = np.array([SEPARATOR], np.int32)
 
 @dataclass(frozen=True, slots=True)
 class PoolText:
-    """One earlier text.
+    """One earlier text."""
 
-    Parameters
-    ----------
-    token_ids : int32[n], n >= 0, without the end token: the pool knows where a text ends.
-    group : the group of the entity that it was written for.
-    entity : that entity, for `min_support`: its texts count once. None: the entity has only this text.
-    """
-
-    token_ids: np.ndarray
-    group: str = ""
-    entity: str | int | None = None
+    token_ids: np.ndarray  # int32[n], n >= 0, without the end token: the pool knows where a text ends
+    group: str = ""  # the group of the entity that it was written for
+    entity: str | int | None = None  # that entity, for `min_support`: its texts count once; None: it has only this text
 
 
 @dataclass(frozen=True)
@@ -171,12 +164,9 @@ def _checked(tokens, begins, lengths, limit):
 
 
 def _count_groups(names: list[str], codes: np.ndarray, lengths: np.ndarray) -> dict[str, GroupCounts]:
-    num_texts = np.bincount(codes, minlength=len(names))
-    num_tokens = np.bincount(codes, weights=lengths, minlength=len(names))
-    return {
-        name: GroupCounts(num_texts=int(num_texts[code]), num_tokens=int(num_tokens[code]))
-        for code, name in enumerate(names)
-    }
+    counts = (np.bincount(codes, weights, minlength=len(names)).astype(int).tolist() for weights in (None, lengths))
+    rows = zip(names, *counts, strict=True)
+    return {name: GroupCounts(num_texts=num_texts, num_tokens=num_tokens) for name, num_texts, num_tokens in rows}
 
 
 class TextOf:
@@ -240,9 +230,7 @@ def find_known_texts(
     older texts], increasing, with -1 for texts without a match.
     """
     num_bits = max(len(old_starts), len(starts)).bit_length()
-    old_keys, keys = (_text_keys(*texts, num_bits) for texts in ((old_tokens, old_starts), (tokens, starts)))
-    for of_texts in (old_keys, keys):
-        of_texts.sort()
+    old_keys, keys = (np.sort(_text_keys(*texts, num_bits)) for texts in ((old_tokens, old_starts), (tokens, starts)))
     new_numbers = _with_same_hash(old_keys, keys, num_bits)
     _keep_longest_increasing(new_numbers)
     _drop_unequal(new_numbers, old_tokens, old_starts, tokens, starts)

@@ -75,9 +75,8 @@ class ProposerSettings(BaseModel, frozen=True, extra="forbid"):
         path = Path(os.environ[SETTINGS_VARIABLE])
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-            entries = TypeAdapter(tuple[ProposerSettings, ...]).validate_python(
-                raw if isinstance(raw, list) and raw else [raw]
-            )
+            raw = raw if isinstance(raw, list) and raw else [raw]
+            entries = TypeAdapter(tuple[ProposerSettings, ...]).validate_python(raw)
         except (OSError, ValueError) as error:
             raise PoolError(f"{path} does not say what to draft from: {_fault(error)}") from None
         for name in ("step_cost", "min_acceptance"):
@@ -115,11 +114,9 @@ def started(name: Hashable, prompt: np.ndarray, opened: Sequence[tuple[OpenPool,
 def worth_drafting(acceptance: np.ndarray, text_of: np.ndarray, num_texts: int, cost: StepCost) -> np.ndarray:
     """The number of tokens of each chain to draft, for the most tokens per second; all 0 is a plain step.
 
-    Parameters
-    ----------
-    acceptance : float64[n], the probability that the path to each token is accepted, chain after chain. It never rises
-        along a chain, so the k likeliest tokens of a step always form beginnings of chains.
-    text_of : int64[n], the text of each token's chain.
+    `acceptance`, float64[n], is the probability that the path to each token is accepted, chain after chain. It never
+    rises along a chain, so the k likeliest tokens of a step always form beginnings of chains. `text_of`, int64[n], is
+    the text of each token's chain.
     """
     likeliest = np.argsort(-acceptance, kind="stable")
     num_written = num_texts + np.append(0.0, np.cumsum(acceptance[likeliest]))
@@ -191,7 +188,9 @@ class PoolProposer:
             for row, draft in zip(rows, self._drafts_of(names), strict=True):
                 drafts[row] = draft[: self._max_model_len - int(num_tokens_no_spec[row])]
             while len(self._recent) > self._max_recent:
-                self._forget(next(iter(self._recent)))
+                del self._recent[name := next(iter(self._recent))]
+                self._drafted.pop(name, None)
+                self._pool_of.pop(name).finish(name)
         except Exception:  # vLLM goes on without a draft, so a fault of ours does not lose a batch
             self.num_failed += 1
             if self.num_failed == 1:
@@ -234,11 +233,6 @@ class PoolProposer:
             drafts[name] = token_ids[begin : begin + number].tolist()
             self._drafted[name] = number, float(acceptance[begin : begin + number].sum())
         return [drafts[name] for name in requested]
-
-    def _forget(self, name: int) -> None:
-        del self._recent[name]
-        self._drafted.pop(name, None)
-        self._pool_of.pop(name).finish(name)
 
 
 def main() -> None:

@@ -57,26 +57,19 @@ class StepTimer:
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         self._sizes = draft_sizes(vllm_config.speculative_config.num_speculative_tokens)
         self._path = Path(os.environ[TIMES_VARIABLE])
-        self._lengths: np.ndarray | None = None
+        self._lengths = np.empty(0)
         self._size, self._num_steps, self._end_s = 0, 0, 0.0
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
         """Does nothing: there is no model."""
 
-    def propose(
-        self,
-        sampled_token_ids: Sequence[Sequence[int]],
-        num_tokens_no_spec: np.ndarray,
-        token_ids_cpu: np.ndarray,
-        slot_mappings: Any = None,
-    ) -> list[list[int]]:
+    def propose(self, sampled_token_ids, num_tokens_no_spec, token_ids_cpu, slot_mappings=None) -> list[list[int]]:
         """Like `vllm.PoolProposer.propose`, but proposes random tokens."""
         seconds = time.perf_counter() - self._end_s
         num_rows = len(sampled_token_ids)
         lengths = np.array(num_tokens_no_spec[:num_rows])
         before = lengths - [len(sampled) for sampled in sampled_token_ids]
-        # no text came or left, and no prompt was read
-        if self._lengths is not None and np.array_equal(before, self._lengths):
+        if np.array_equal(before, self._lengths):  # no text came or left, and no prompt was read
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(f"{num_rows} {self._size} {seconds}\n")
         self._size = self._sizes[self._num_steps % len(self._sizes)]
@@ -104,8 +97,7 @@ def measure_step_cost(
     with tempfile.TemporaryDirectory() as folder:
         times = Path(folder) / "times"
         os.environ[TIMES_VARIABLE] = str(times)  # the engine may be another process
-        config = _config_of(TIMER, num_speculative_tokens)
-        llm = LLM(model, **engine, speculative_config=config)
+        llm = LLM(model, **engine, speculative_config=_config_of(TIMER, num_speculative_tokens))
         rng, vocab_size = np.random.default_rng(0), llm.llm_engine.model_config.get_vocab_size()
         for batch_size in batch_sizes:
             prompts = rng.integers(vocab_size, size=(batch_size, PROMPT_TOKENS)).tolist()
@@ -122,10 +114,9 @@ def measure_step_cost(
         for size in draft_sizes(num_speculative_tokens):
             least_s = max(least_s, min(durations[batch_size, size]))
             steps.append({"batch_size": batch_size, "num_tokens": batch_size * (1 + size), "seconds": least_s})
+    text = json.dumps({"name": "measured in vLLM", "steps": steps}, indent=1)
     with atomic_path(out) as temporary:
-        temporary.write_text(
-            json.dumps({"name": "measured in vLLM", "steps": steps}, indent=1) + "\n", encoding="utf-8"
-        )
+        temporary.write_text(text + "\n", encoding="utf-8")
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from numbers import Real
 from pathlib import Path
 from typing import Literal, cast
@@ -49,29 +50,19 @@ class AttributeColumn:
 
     def tokens(self, value: object) -> tuple[str, ...]:
         """The tokens of one value, from broad to narrow; none for a null, an empty text or a value of another kind."""
-        if self.kind == "path":
-            return self._path_tokens(value if isinstance(value, list | tuple) else (value,))
         if self.kind == "number":
-            if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
-                return ()
-            return (self.bin_names[bisect_right(self.edges, float(value))],)
-        text = _text(value)
-        return (self._token(text),) if text else ()
+            is_known = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+            return (self.bin_names[bisect_right(self.edges, float(value))],) if is_known else ()
+        levels = value[:MAX_PATH_LEVELS] if self.kind == "path" and isinstance(value, list | tuple) else (value,)
+        kinds = str | bool if self.kind == "path" else str | Real
+        texts = (_text(level) if isinstance(level, kinds) else "" for level in levels)
+        return tuple(map(self._token, takewhile(bool, texts)))  # a level below an unknown one has no known parent
 
     @cached_property
     def bin_names(self) -> tuple[str, ...]:
         """The tokens of a number's bins, in ascending order."""
         shown = [f"{edge:g}" for edge in self.edges]
         return tuple(self._token(f"{low}..{high}") for low, high in zip(["", *shown], [*shown, ""], strict=True))
-
-    def _path_tokens(self, levels: Sequence[object]) -> tuple[str, ...]:
-        tokens: list[str] = []
-        for level in levels[:MAX_PATH_LEVELS]:
-            text = _text(level) if isinstance(level, str | bool) else ""
-            if not text:
-                break  # a level below an unknown one has no known parent
-            tokens.append(self._token(text))
-        return tuple(tokens)
 
     def _token(self, text: str) -> str:
         return f"{_quote(self.name)}={_quote(text)}" if self.labelled else _quote(text)
@@ -160,9 +151,7 @@ def _quantile_edges(values: pa.ChunkedArray) -> tuple[float, ...]:
 
 
 def _text(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return str(value) if isinstance(value, str | Real) else ""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _quote(text: str) -> str:

@@ -64,12 +64,8 @@ class CollaborativeGroups:
         if len(warm_ids) == 0:
             return cls.none_of(ids)
         if embeddings is None:
-            path = settings.embeddings_of(side)
-            embeddings = (
-                train_embeddings(interactions, seed, scratch)[side]
-                if path is None
-                else read_embeddings(path, side, ids)
-            )
+            path, train = settings.embeddings_of(side), train_embeddings
+            embeddings = train(interactions, seed, scratch)[side] if path is None else read_embeddings(path, side, ids)
         embedded_ids = normalised_ids(embeddings.ids, f"{side}_id", "embeddings")
         check_same_kind(embedded_ids, ids, "embeddings", "entities")
         rows = rows_among(warm_ids, embedded_ids)

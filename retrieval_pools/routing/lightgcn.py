@@ -55,7 +55,9 @@ def train_lightgcn(interactions: pa.Table, seed: int = 0, scratch: Path | None =
     has_item = np.ones(num_items, bool)
     if num_items > MAX_NODES:
         has_item[np.argsort(-count_codes(item_index, num_items), kind="stable")[MAX_NODES:]] = False
-    graph = _Graph.of(user_index, item_index, has_user, has_item)
+    pairs = _distinct_pairs(user_index, item_index, has_user, has_item)
+    sizes = int(has_user.sum()), int(has_item.sum())
+    graph = _Graph(*pairs, *sizes, normalised_adjacency(*pairs, *sizes))
     layer_0 = _trained(graph, seed)
     if has_user.all() and has_item.all():
         vectors = propagate(graph.adjacency, layer_0, NUM_LAYERS).numpy()
@@ -75,13 +77,6 @@ class _Graph:
     num_items: int
     adjacency: torch.Tensor  # see `normalised_adjacency`
 
-    @classmethod
-    def of(cls, user_index: np.ndarray, item_index: np.ndarray, has_user: np.ndarray, has_item: np.ndarray) -> "_Graph":
-        """The graph of those in `has_user` and `has_item`, bool, from indices of shape (num_interactions,)."""
-        users, items = _distinct_pairs(user_index, item_index, has_user, has_item)
-        num_users, num_items = int(has_user.sum()), int(has_item.sum())
-        return cls(users, items, num_users, num_items, normalised_adjacency(users, items, num_users, num_items))
-
 
 def _distinct_pairs(
     rows: np.ndarray, columns: np.ndarray, has_row: np.ndarray, has_column: np.ndarray
@@ -93,9 +88,8 @@ def _distinct_pairs(
         are_in = has_row[rows[part]] & has_column[columns[part]]
         parts.append(number_of_row[rows[part][are_in]] * num_columns + number_of_column[columns[part][are_in]])
     pairs = np.unique(np.concatenate(parts))  # sorted, each once
-    return torch.from_numpy((pairs // num_columns).astype(np.int32)), torch.from_numpy(
-        (pairs % num_columns).astype(np.int32)
-    )
+    of_rows, of_columns = (torch.from_numpy(half.astype(np.int32)) for half in np.divmod(pairs, num_columns))
+    return of_rows, of_columns
 
 
 def _trained(graph: _Graph, seed: int) -> torch.Tensor:

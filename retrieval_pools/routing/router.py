@@ -134,9 +134,8 @@ class Router:
         if scheme == "random":
             numbered = pa.array([random_group(key, self.num_groups, self.seed) for key in ids.to_pylist()], pa.string())
             numbered = numbered.dictionary_encode()
-            return _routes(
-                numbered.indices.to_numpy(), [Route(name, "random") for name in numbered.dictionary.to_pylist()]
-            )
+            names = numbered.dictionary.to_pylist()
+            return _routes(numbered.indices.to_numpy(), [Route(name, "random") for name in names])
         place = np.full(num_rows, -1) if scheme == "attribute" else rows_among(ids, self.collaborative.ids)
         del ids
         is_warm = (place >= 0) & (num_interactions >= self.settings.min_interactions)
@@ -190,19 +189,16 @@ class Router:
             if saved != FORMAT_VERSION:
                 raise PoolError(f"router in {folder} has format {saved}; expected {FORMAT_VERSION}; {again}")
             columns = [AttributeColumn(**{**c, "edges": tuple(c["edges"])}) for c in description["columns"]]
-            settings = RoutingSettings.model_validate(
-                {name: value for name, value in description["settings"].items() if name in RoutingSettings.model_fields}
-            )
+            known = {name: of for name, of in description["settings"].items() if name in RoutingSettings.model_fields}
+            settings = RoutingSettings.model_validate(known)
             attributes = AttributeGroups.load(columns, folder)
             table = pq.read_table(folder / COLLABORATIVE_FILE)
             ids, groups = id_column(table, "entity_id", COLLABORATIVE_FILE), table["group"].to_numpy()
             expected = description["num_collaborative"], description["num_attribute_groups"]
             if (len(ids), len(attributes.num_entities)) != expected:
                 raise PoolError(f"router in {folder} is damaged: its tables do not match {ROUTER_FILE}; {again}")
-            collaborative = CollaborativeGroups(ids, groups)
-            return cls(
-                description["side"], settings, description["seed"], description["num_groups"], collaborative, attributes
-            )
+            side, seed, num_groups = (description[name] for name in ("side", "seed", "num_groups"))
+            return cls(side, settings, seed, num_groups, CollaborativeGroups(ids, groups), attributes)
         except (OSError, ValueError, KeyError, TypeError, pa.ArrowException, ValidationError) as error:
             raise PoolError(f"router in {folder} cannot be read ({error}); {again}") from error
 

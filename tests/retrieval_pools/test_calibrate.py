@@ -22,7 +22,7 @@ from laserbatch.retrieval_pools.calibration.replay import NODE, ReplayText, repl
 from laserbatch.retrieval_pools.draft import DraftOptions
 from laserbatch.retrieval_pools.drafting.estimate import COUNT_KNOTS, CURVES_SHAPE, IDENTITY_CURVES, NUM_PLACES
 from laserbatch.retrieval_pools.index.build import PoolText, build_pool
-from laserbatch.retrieval_pools.index.calibration_record import Calibration, curves_of
+from laserbatch.retrieval_pools.index.calibration_record import Calibration
 from laserbatch.retrieval_pools.sources import SOURCE_OUTPUT, SOURCE_POOL, SOURCE_PREVIOUS, SOURCE_PROMPT
 
 SHARES = COUNT_KNOTS[6:-1].astype(float)  # curves are exact at these
@@ -43,6 +43,10 @@ def invented_nodes(num_nodes: int, acceptance, seed: int = 0, num_kinds: int = 1
 def raised(acceptance: np.ndarray, factor: np.ndarray | float) -> np.ndarray:
     """The acceptance with odds multiplied by `factor`."""
     return acceptance * factor / (1 - acceptance + acceptance * factor)
+
+
+def curves_of(sources):
+    return Calibration(pool_escape=1.0, num_texts=1, num_tokens=0, sources=sources).curves
 
 
 def test_a_planted_acceptance_is_found_of_every_source_and_kind():

@@ -1,5 +1,7 @@
 """Chains: the best of all paths that could be drafted, against a search of every path."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from drafts import draft_batch
@@ -33,7 +35,7 @@ def test_a_chain_is_the_best_of_all_paths(tmp_path_factory, case, max_tokens):
     texts, options, prompt, output, previous, group, call, curves = case
     rows, groups, entities = zip(*texts, strict=True) if texts else ((), (), ())
     pool = pool_of(tmp_path_factory.mktemp("pool") / "p", rows, options, groups, entities)
-    pool = pool if curves is None else pool.with_curves(curves)
+    pool = pool if curves is None else replace(pool, curves=curves)
     call = {name: value for name, value in call.items() if name not in ("max_nodes", "max_depth")}
     own = None if previous is None else ids(previous)
     chain = chain_of(pool, prompt + output, len(prompt), own, group, max_tokens, **call)
@@ -69,7 +71,7 @@ def test_limits_of_a_chain_hold(tmp_path):
     assert chain_of(pool, [1], max_tokens=5).token_ids.tolist() == [2, 3, 4, 5, 6]
     (short,) = draft_batch(pool, [ids([1])], [0], max_depths=[3], max_nodes=8, as_chains=True)
     assert short.token_ids.tolist() == [2, 3, 4]
-    half = pool.with_curves(np.full(CURVES_SHAPE, 0.5))
+    half = replace(pool, curves=np.full(CURVES_SHAPE, 0.5, np.float32))
     assert len(chain_of(half, [1], min_acceptance=0.2)) == 2  # 0.5, 0.25
     num_drafted, tokens, parents, _, _ = draft_batch(pool, [ids([1])] * 2, [0, 0], max_nodes=2, as_chains=True).joined()
     assert (num_drafted.tolist(), tokens.tolist(), parents.tolist()) == ([2, 2], [2, 3, 2, 3], [-1, 0, -1, 0])

@@ -6,8 +6,8 @@ import numpy as np
 
 from laserbatch.retrieval_pools.compiled import cached, source_stamp
 from laserbatch.retrieval_pools.drafting.intervals import (
+    ends_of_run,
     find_interval,
-    narrow_interval,
     narrow_to_run,
     sample_place,
     sample_stride,
@@ -21,7 +21,7 @@ STAMP = source_stamp([HERE, *sorted((HERE.parents[2] / "retrieval_pools").rglob(
 @cached(STAMP)
 def narrowed(index, first, last, token, num_samples, begin, end):
     return (
-        narrow_interval(index, first, last, 1, token),
+        ends_of_run(index, first, last, first, last, 1, token),
         narrow_to_run(index, first, last, 1, token, num_samples, begin, end),
     )
 

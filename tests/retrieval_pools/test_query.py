@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -97,7 +98,7 @@ def test_query_drafts_what_the_reference_drafts(tmp_path_factory, case):
     rows, groups, entities = zip(*texts, strict=True) if texts else ((), (), ())
     pool = pool_of(tmp_path_factory.mktemp("pool") / "p", rows, options, groups, entities)
     if curves is not None:
-        pool = pool.with_curves(curves)
+        pool = replace(pool, curves=curves)
     tree = draft(pool, ids(prompt + output), len(prompt), None if previous is None else ids(previous), group, **call)
     reference = draft_reference(
         [ReferenceText(*text) for text in texts], options, prompt, output, previous, group, curves=pool.curves, **call
@@ -153,7 +154,7 @@ def test_a_kind_of_token_that_is_worth_more_comes_first(tmp_path):
     curves = np.full(CURVES_SHAPE, 0.1, np.float32)
     of_token = token_kind(IN_PROMPT, 1, 9) * NUM_PLACES
     curves[:, of_token : of_token + NUM_PLACES] = 0.9
-    tree = draft(pool.with_curves(curves), context, num_prompt, min_acceptance=0)
+    tree = draft(replace(pool, curves=curves), context, num_prompt, min_acceptance=0)
     assert tree.token_ids.tolist() == [4, 2]
     assert np.allclose(np.exp(tree.log_acceptance), [0.9, 0.1])
 
@@ -291,7 +292,7 @@ def test_a_draft_leaves_nothing_behind_for_the_next(tmp_path):
 
 
 def test_a_copy_of_a_pool_drafts_when_the_pool_is_gone(tmp_path):
-    pool = pool_of(tmp_path / "p", [[1, 2, 3]] * 4).with_curves(np.full(CURVES_SHAPE, 0.5))
+    pool = replace(pool_of(tmp_path / "p", [[1, 2, 3]] * 4), curves=np.full(CURVES_SHAPE, 0.5, np.float32))
     expected = draft(pool, ids([1, 2]), 0)._rows.tolist()
     places = pool.handle.places
     other = copy.deepcopy(pool)
@@ -363,7 +364,7 @@ def test_certain_continuations_are_drafted_once(tmp_path):
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, 9, 20).tolist() for _ in range(50)]
     certain = np.ones(CURVES_SHAPE, np.float32)  # every path is as probable as its parent
-    pool = pool_of(tmp_path / "p", texts).with_curves(certain)
+    pool = replace(pool_of(tmp_path / "p", texts), curves=certain)
     tree = draft(pool, ids([]), 0, max_nodes=64, min_acceptance=0)
     assert len(paths(rows_of(tree))) == 64  # asserts that no path comes twice
     assert (tree.parents < np.arange(64)).all()
