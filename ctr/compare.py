@@ -62,13 +62,9 @@ def train_ctr(
 
     Raises CtrError if nothing follows the date, a label is missing, or features are of a later date (a leak).
 
-    Parameters
-    ----------
-    tables : users, items and interactions, including interactions after `as_of`.
-    features : `{"none": None, "plain": ..., "relaxed": ...}`; the run's own features have the name of its verifier.
-    as_of : the date of the run that made the features.
-    on_fit : called after each training.
-    versions : for `history: asof`, the versions of features by variant and side.
+    `tables` include interactions after `as_of`, the date of the run that made the features. `features` are
+    `{"none": None, "plain": ..., "relaxed": ...}`; the run's own have the name of its verifier. `versions`, for
+    `history: asof`, has the versions of features by variant and side. `on_fit` is called after each training.
     """
     data = build_dataset(tables, as_of, settings)
     with_knowledge = {variant: of_variant for variant, of_variant in features.items() if of_variant is not None}
@@ -140,9 +136,8 @@ def item_rate(data: CtrData) -> CtrScores:
 def _judged(data: CtrData, scores: np.ndarray) -> dict[str, Any]:
     """The metrics of predictions for the test rows, by field name of `CtrRow`."""
     labels, users, is_cold = (of_row[data.test] for of_row in (data.labels, data.users, data.is_cold))
-    metrics = measure(labels, scores, users, is_cold)
-    figures = {name: getattr(metrics, name) for name in ("auc", "logloss", "gauc", "auc_cold")}
-    return figures | {"calibration": metrics.mean_prediction - metrics.base_rate}
+    figures = asdict(measure(labels, scores, users, is_cold))
+    return figures | {"calibration": figures.pop("mean_prediction") - figures.pop("base_rate")}
 
 
 def summarise(rows: list[CtrRow]) -> list[CtrScores]:

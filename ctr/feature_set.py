@@ -17,7 +17,7 @@ from scipy.sparse.linalg import eigsh
 
 from laserbatch.ctr.errors import CtrError
 from laserbatch.ctr.fields import plain
-from laserbatch.pipeline.encoding.schema import LEVELS, check_feature_schema, run_date
+from laserbatch.pipeline.encoding.schema import LEVELS, check_feature_schema, run_date, vectors_of
 
 Side = Literal["user", "item"]
 SIDES: tuple[Side, ...] = ("user", "item")
@@ -107,8 +107,7 @@ def align(features: pa.Table, side: str, entity_ids: pa.Array) -> SideVectors:
     positions = pc.index_in(entity_ids, ids)
     has_vector = pc.is_valid(positions).to_numpy(zero_copy_only=False)
     feature_rows = positions.drop_null().to_numpy()
-    column = features["vector"].combine_chunks()
-    raw = column.flatten().to_numpy().reshape(len(column), column.type.list_size)
+    raw = vectors_of(features)
     if not np.isfinite(raw).all():
         row = int(np.flatnonzero(~np.isfinite(raw).all(axis=1))[0])
         raise CtrError(

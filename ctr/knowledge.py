@@ -61,9 +61,9 @@ def build_knowledge(
         return {}
     for features in variants.values():
         check_provenance(features, as_of)
+    of_sides = ("user", data.users, data.user_fields), ("item", data.items, data.item_fields)
     is_trained = {
-        side: np.bincount(numbers[data.train], minlength=len(fields[0].codes)) > 0
-        for side, numbers, fields in (("user", data.users, data.user_fields), ("item", data.items, data.item_fields))
+        side: np.bincount(of[data.train], minlength=len(fields[0].codes)) > 0 for side, of, fields in of_sides
     }
     aligned = {name: align_sides(tables, features) for name, features in variants.items()}
     for name, side in product(variants, SIDES):
@@ -105,9 +105,8 @@ def join_as_of(
             part = slice(start, start + BATCH_ROWS)
             version[part] = of_side.of(ids.take(pa.array(of_rows[part])), days[part])
         num_without[side] = int((version < 0).sum())
-        keys, first, places = np.unique(
-            np.where(version < 0, -1 - of_rows.astype(np.int64), version), return_index=True, return_inverse=True
-        )
+        keys = np.where(version < 0, -1 - of_rows.astype(np.int64), version)
+        keys, first, places = np.unique(keys, return_index=True, return_inverse=True)
         entities, has_version = of_rows[first], keys >= 0
         vectors = np.zeros((len(keys), of_side.vectors.shape[1]), np.float32)
         vectors[has_version] = of_side.vectors[of_side.rows[keys[has_version]]]
@@ -116,10 +115,8 @@ def join_as_of(
         extra[side] = SideVectors(vectors, codes, getattr(knowledge, side).num_codes)
         numbers[side] = of_data.copy()
         numbers[side][data.train] = len(ids) + places
-        fields[side] = tuple(
-            replace(field, codes=np.concatenate([field.codes, field.codes[entities]]))
-            for field in getattr(data, f"{side}_fields")
-        )
+        of_fields = getattr(data, f"{side}_fields")
+        fields[side] = tuple(replace(of, codes=np.concatenate([of.codes, of.codes[entities]])) for of in of_fields)
     if all(number == len(data.train) for number in num_without.values()):
         raise CtrError(
             "ctr.history is asof, but no training row has features that are older than the row: this needs earlier "
@@ -137,7 +134,5 @@ def join_as_of(
         latest = getattr(knowledge, side)
         vectors = np.concatenate([latest.vectors, of_versions.vectors])
         sides[side] = replace(latest, vectors=vectors, codes=np.concatenate([latest.codes, of_versions.codes]))
-    seen = replace(
-        data, users=numbers["user"], items=numbers["item"], user_fields=fields["user"], item_fields=fields["item"]
-    )
-    return seen, replace(knowledge, **sides)
+    of_sides = {f"{side}s": numbers[side] for side in SIDES} | {f"{side}_fields": fields[side] for side in SIDES}
+    return replace(data, **of_sides), replace(knowledge, **sides)

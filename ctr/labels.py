@@ -14,13 +14,8 @@ from laserbatch.ctr.errors import CtrError
 
 ALL = "all"
 COMPARISONS = {
-    ">=": pc.greater_equal,
-    "<=": pc.less_equal,
-    "==": pc.equal,
-    "!=": pc.not_equal,
-    ">": pc.greater,
-    "<": pc.less,
-}
+    ">=": pc.greater_equal, "<=": pc.less_equal, "==": pc.equal, "!=": pc.not_equal, ">": pc.greater, "<": pc.less,
+}  # fmt: skip
 IS_VALUED = "is not null"
 RULE = re.compile(rf"\s*([\w.]+)\s*(?:({IS_VALUED})|({'|'.join(COMPARISONS)})\s*(\S.*?))?\s*")
 NUMBER = re.compile(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?")

@@ -33,13 +33,10 @@ class EntityTables(Protocol):
 
     @property
     def users(self) -> pa.Table: ...
-
     @property
     def items(self) -> pa.Table: ...
-
     @property
-    def interactions(self) -> Any:
-        """A pa.Table, or an object with `schema`, `count_rows` and `to_batches`."""
+    def interactions(self) -> Any: ...  # a pa.Table, or an object with `schema`, `count_rows` and `to_batches`
 
 
 @dataclass(frozen=True)
@@ -164,9 +161,8 @@ def with_negatives(log: Log, num_items: int, end_us: int, settings: CtrSettings)
     num_train = int(np.searchsorted(log.times_us, end_us))
     if settings.history == "split":
         num_train += round((len(log.users) - num_train) * SPLIT_TRAIN_SHARE)
-    rows, items = sample_negatives(
-        log.users, log.items, num_train, num_items, settings.negatives_per_positive, settings.seed
-    )
+    per_positive, seed = settings.negatives_per_positive, settings.seed
+    rows, items = sample_negatives(log.users, log.items, num_train, num_items, per_positive, seed)
     users = np.concatenate([log.users, log.users[rows]])
     times_us, labels = np.concatenate([log.times_us, log.times_us[rows]]), np.ones(len(users), np.float32)
     items, labels[len(log.users) :] = np.concatenate([log.items, items]), 0
@@ -199,10 +195,9 @@ def split_by_time(log: Log, as_of: datetime.date, settings: CtrSettings) -> dict
         )
     num_train = part_way(first, SPLIT_TRAIN_SHARE) if is_split else first
     first_test = part_way(num_train, settings.validation_share)
-    _, train, validation, test = np.split(
-        np.arange(num, dtype=np.int32), [first if is_split else 0, num_train, first_test]
-    )
-    for name, rows in (("train", train), ("validation", validation), ("test", test)):
+    _, *rows_of_parts = np.split(np.arange(num, dtype=np.int32), [first if is_split else 0, num_train, first_test])
+    parts = dict(zip(("train", "validation", "test"), rows_of_parts, strict=True))
+    for name, rows in parts.items():
         of_part = log.labels[rows]
         if len(of_part) == 0:
             raise NothingToJudge(
@@ -214,7 +209,7 @@ def split_by_time(log: Log, as_of: datetime.date, settings: CtrSettings) -> dict
                 f"the {name} part around {as_of} has {int(of_part.sum())} positives among {len(of_part)} rows "
                 f"({settings.label}{log.label_values}); both labels are needed: set ctr.label, or choose another date"
             )
-    return {"train": train, "validation": validation, "test": test}
+    return parts
 
 
 def _end_of_day_us(day: datetime.date) -> int:

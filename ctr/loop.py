@@ -28,10 +28,8 @@ class RowTensors:
 
     def __init__(self, rows: ModelRows, device: torch.device) -> None:
         self._num_items = rows.num_items
-        self._columns = [
-            torch.from_numpy(column).to(device)
-            for column in (rows.users, rows.items, rows.past, rows.starts, rows.ends, rows.liked)
-        ]
+        columns = rows.users, rows.items, rows.past, rows.starts, rows.ends, rows.liked
+        self._columns = [torch.from_numpy(column).to(device) for column in columns]
 
     def batch(self, index: torch.Tensor) -> CtrBatch:
         """Gather the rows with the numbers `index`, int64 (batch,)."""
@@ -143,9 +141,8 @@ def _step(
         for weight in optimizer.param_groups[0]["params"]:
             touched = weight.grad.coalesce()
             values = touched.values() + weight_decay * weight.detach()[touched.indices()[0]]
-            weight.grad = torch.sparse_coo_tensor(
-                touched.indices(), values, weight.shape, is_coalesced=True, check_invariants=False
-            )
+            places, shape = touched.indices(), weight.shape
+            weight.grad = torch.sparse_coo_tensor(places, values, shape, is_coalesced=True, check_invariants=False)
     for optimizer in optimizers:
         optimizer.step()
 
