@@ -11,7 +11,7 @@ from laserbatch.jobs.settings import CONFIG, JSON, config_here, load_settings
 from laserbatch.jobs.stages.inputs import check_inputs, left_out_of_prompts
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.sample.world import write_sample_world
-from laserbatch.pipeline.storage.atomic import atomic_folder, unfinished_folders
+from laserbatch.pipeline.storage.atomic import TEMPORARY_SUFFIX, atomic_folder, folders_beside
 from laserbatch.pipeline.tables.findings import count_faults
 from laserbatch.pipeline.tables.mapping import import_mapped, load_mapping
 from laserbatch.pipeline.tables.personal import personal_data
@@ -70,7 +70,7 @@ def import_(
     with atomic_folder(target, overwrite) as folder, progress("importing rows") as bar:
         notes: list[str] = []
         dropped = import_mapped(loaded, source, folder, bar.advance, notes.append)
-    for left in unfinished_folders(target):
+    for left in folders_beside(target, TEMPORARY_SUFFIX):
         notes.append(f"{left} was left by a command that was killed; remove it, unless another one is writing {out}")
     if not as_json:
         for note in notes:

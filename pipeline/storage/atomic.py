@@ -107,17 +107,11 @@ def _exchange(first: Path, second: Path) -> bool:
     raise OSError(number, os.strerror(number), str(second))
 
 
-def replaced_folders(path: Path) -> list[Path]:
-    """The earlier folders of a path that a killed writer moved out of the way and did not delete."""
-    return _beside(path, REPLACED_SUFFIX)
+def folders_beside(path: Path, suffix: str) -> list[Path]:
+    """The folders of a path with REPLACED_SUFFIX, which a killed writer moved out of the way and did not delete.
 
-
-def unfinished_folders(path: Path) -> list[Path]:
-    """The temporary folders of a path that a killed writer left, or that a writer still fills."""
-    return _beside(path, TEMPORARY_SUFFIX)
-
-
-def _beside(path: Path, suffix: str) -> list[Path]:
+    With TEMPORARY_SUFFIX those that a killed writer left, or that a writer still fills.
+    """
     start = f".{path.name}."
     beside = path.parent.iterdir() if path.parent.is_dir() else ()
     return sorted(folder for folder in beside if folder.name.startswith(start) and folder.suffix == suffix)
@@ -128,7 +122,7 @@ def restore_replaced(path: Path) -> None:
 
     Call it only while no other process writes `path`.
     """
-    replaced = replaced_folders(path)
+    replaced = folders_beside(path, REPLACED_SUFFIX)
     if replaced and not path.exists():
         os.replace(replaced.pop(), path)
     for folder in replaced:

@@ -151,12 +151,9 @@ class LakeTables:
         kinds, expected = ({field.name: str(_plain(field.type)) for field in columns} for columns in (there, schema))
         if kinds != expected:
             differing = sorted(field for field in kinds | expected if kinds.get(field) != expected.get(field))
-            shown = "; ".join(
-                f"{field}: found {kinds.get(field)}, expected {expected.get(field)}" for field in differing
-            )
-            raise WorkspaceError(
-                f"{self.uri}: the table {name} has other columns than the features ({shown}). {advice}"
-            )
+            found = (f"{field}: found {kinds.get(field)}, expected {expected.get(field)}" for field in differing)
+            other = f"the table {name} has other columns than the features ({'; '.join(found)})"
+            raise WorkspaceError(f"{self.uri}: {other}. {advice}")
         lengths = (len(vector) for batch in table.rows(["vector"]) for vector in batch["vector"])
         if (length := next(lengths, dim)) != dim:
             raise WorkspaceError(

@@ -199,11 +199,9 @@ def _opened(path: Path, columns: Sequence[str]) -> Iterator[pq.ParquetFile]:
         # ParquetFile, not read_table: the latter reads `date=...` in a folder's name as a partition column.
         with pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=False) as file:
             names = file.schema_arrow.names
-            missing = [name for name in columns if name not in names]
-            if missing:
-                raise WorkspaceError(
-                    f"{path} lacks the column {missing[0]!r}; it has {', '.join(names)}. Write it again."
-                )
+            if missing := [name for name in columns if name not in names]:
+                found = f"it has {', '.join(names)}"
+                raise WorkspaceError(f"{path} lacks the column {missing[0]!r}; {found}. Write it again.")
             yield file
     except (pa.ArrowException, OSError) as error:
         raise WorkspaceError(

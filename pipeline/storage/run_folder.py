@@ -10,18 +10,11 @@ import pyarrow as pa
 
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage import parquet
 from laserbatch.pipeline.storage.atomic import require_sha256, write_text
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.figures import FeatureFigures, ShardRecord
 from laserbatch.pipeline.storage.manifest import RunManifest, manifest_values
-from laserbatch.pipeline.storage.parquet import (
-    WrittenFile,
-    iter_parquet,
-    num_rows_of,
-    parquet_files,
-    read_parquet,
-    write_parquet,
-)
 from laserbatch.pipeline.storage.quarantine import QuarantineRow, quarantine_schema, quarantine_table
 from laserbatch.pipeline.storage.side_shards import SideShards
 
@@ -126,8 +119,8 @@ class RunFolder:
     def require_features(self, features: Mapping[Side, FeatureFigures], compare_bytes: bool = False) -> None:
         """Raise WorkspaceError if files of features, their rows or, if compared, bytes differ from the manifest."""
         for side, figures in features.items():
-            listed = {part.file for part in figures.parts}
-            actual = {path.relative_to(self.root).as_posix() for path in parquet_files(self.features_path(side))}
+            listed, files = {part.file for part in figures.parts}, parquet.parquet_files(self.features_path(side))
+            actual = {path.relative_to(self.root).as_posix() for path in files}
             expected = f"expected the {len(listed)} files of {side} features that {self._owner.manifest_path} lists"
             again = "Restore it from a copy, or make features again: "
             again += f"`laserbatch nightly --date {self._owner.date} --force`."
@@ -136,7 +129,7 @@ class RunFolder:
             if added := sorted(actual - listed):
                 raise WorkspaceError(f"{self.root / added[0]} is not a file of the run; {expected}. Move it away.")
             for part in figures.parts:
-                if (num_rows := num_rows_of(path := self.root / part.file)) != part.num_rows:
+                if (num_rows := parquet.num_rows_of(path := self.root / part.file)) != part.num_rows:
                     rows = f"{path} has {num_rows} rows, not {part.num_rows}"
                     raise WorkspaceError(f"{rows}; {expected}. {again}")
                 if compare_bytes:
@@ -168,7 +161,7 @@ class RunFolder:
     def require_unchanged_texts(self, side: Side) -> None:
         """Raise WorkspaceError if a file of texts differs from what the run wrote, or does not belong to the run."""
         checksums = self.shards(side).checksums()
-        for path in parquet_files(self.knowledge_folder(side)):
+        for path in parquet.parquet_files(self.knowledge_folder(side)):
             if path not in checksums:
                 raise WorkspaceError(
                     f"{path} is not listed in {self.root / 'shards' / side}. Restore that folder from a copy, or move "
@@ -211,7 +204,7 @@ class RunFolder:
 
     def iter_knowledge(self, side: Side, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """Yield columns of all knowledge of a side, in shard order, one batch in memory at a time."""
-        return iter_parquet(self.knowledge_folder(side), columns)
+        return parquet.iter_parquet(self.knowledge_folder(side), columns)
 
     def shards(self, side: Side) -> SideShards:
         return SideShards(self.root, side)
@@ -222,20 +215,20 @@ class RunFolder:
         finished: Iterable[ShardRecord],
         more: Iterable[QuarantineRow],
         entity_id_type: pa.DataType,
-    ) -> WrittenFile:
+    ) -> parquet.WrittenFile:
         """Merge quarantine rows of finished shards, and `more` rows of no shard, into one file, sorted by entity."""
         failed = [self.shards(side).quarantine_path(record.name) for record in finished if record.num_quarantined]
-        merged = pa.concat_tables([quarantine_table(more, entity_id_type), *map(read_parquet, failed)])
+        merged = pa.concat_tables([quarantine_table(more, entity_id_type), *map(parquet.read_parquet, failed)])
         merged = merged.sort_by("entity_id")
-        return write_parquet(merged, self.quarantine_path(side), quarantine_schema(entity_id_type))
+        return parquet.write_parquet(merged, self.quarantine_path(side), quarantine_schema(entity_id_type))
 
     def read_quarantine(self, side: Side, columns: Sequence[str] | None = None) -> pa.Table:
         """The merged quarantine of a side; no rows if it was not merged yet."""
-        return read_parquet(self.quarantine_path(side), columns, schema=quarantine_schema(pa.string()))
+        return parquet.read_parquet(self.quarantine_path(side), columns, schema=quarantine_schema(pa.string()))
 
     def read_postponed(self, side: Side) -> pa.Table:
         """The postponed entities of a side, as `POSTPONED`; no rows if there are none."""
-        return read_parquet(self.postponed_path(side), schema=POSTPONED)
+        return parquet.read_parquet(self.postponed_path(side), schema=POSTPONED)
 
     def finished_quarantine(self, side: Side) -> pa.Table:
         """The quarantine of a finished run. Raises WorkspaceError if its number of rows is not that of the manifest."""

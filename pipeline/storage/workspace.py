@@ -120,11 +120,8 @@ class Workspace:
         """
         not_built_on = self.publication.not_built_on()
         runs = [run for run in self.runs() if run.is_finished or (include_held and run.is_held)]
-
-        def rank(run: RunFolder) -> tuple[str, bool, int]:
-            return run.date, run.settings_hash == prefer_settings, run.finished_ns
-
-        return sorted((run for run in runs if run.run_id not in not_built_on), key=rank)
+        runs = [run for run in runs if run.run_id not in not_built_on]
+        return sorted(runs, key=lambda run: (run.date, run.settings_hash == prefer_settings, run.finished_ns))
 
     def line_of(self, run: RunFolder) -> list[RunFolder]:
         """`finished_runs` without those that another configuration wrote since the first run that a run is built on."""

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError
-from laserbatch.pipeline.storage.atomic import replaced_folders
+from laserbatch.pipeline.storage.atomic import REPLACED_SUFFIX, folders_beside
 from laserbatch.pipeline.tables import fetched, layout, parts
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding, unreadable
 
@@ -46,7 +46,7 @@ def tables_folder(path: Path | str) -> Path:
     if not path.is_dir():
         found = f"{path} is not {'a folder' if path.exists() else 'there'}"
         expected, advice = "a folder with the tables users, items and interactions", "check the path"
-        if replaced := replaced_folders(path):
+        if replaced := folders_beside(path, REPLACED_SUFFIX):
             advice = f"a command that replaced them was killed: give it again, or move {replaced[-1]} to {path}"
         raise FaultyTable(Finding("missing-table", "tables", found, expected, advice))
     return path
