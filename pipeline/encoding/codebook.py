@@ -83,11 +83,8 @@ def _followed(level: Level, vectors: np.ndarray, num_clusters: int, seed: int) -
         distances[part] = np.linalg.norm(vectors[part] - level.centroids[nearest[part]], axis=1)
     is_open = num < num_clusters  # fitted on few vectors: there is room for new clusters
     is_far = distances > (1e-6 if is_open else level.radius)
-    room = (
-        num_clusters - num
-        if is_open
-        else min(MAX_GROWTH * num_clusters - num, round(is_far.sum() * num / max(level.weights.sum(), 1)))
-    )
+    growth = round(is_far.sum() * num / max(level.weights.sum(), 1))
+    room = num_clusters - num if is_open else min(MAX_GROWTH * num_clusters - num, growth)
     added = fit_centroids(vectors[is_far], max(room, 0), seed) if room > 0 and is_far.any() else vectors[:0]
     is_near = ~is_far | (len(added) == 0)
     counts = np.bincount(nearest[is_near], minlength=num)
@@ -96,10 +93,8 @@ def _followed(level: Level, vectors: np.ndarray, num_clusters: int, seed: int) -
         sums[code] = vectors[is_near & (nearest == code)].sum(axis=0, dtype=np.float64)
     steps = np.minimum(counts / np.maximum(level.weights + counts, 1), MAX_STEP)[:, None]
     moved = level.centroids + (steps * (sums / np.maximum(counts, 1)[:, None] - level.centroids)).astype(np.float32)
-    added_counts = (
-        np.bincount(nearest_centroids(vectors[is_far], added), minlength=len(added)) if len(added) else counts[:0]
-    )
-    weights = np.concatenate([level.weights + counts, added_counts])
+    of_added = nearest_centroids(vectors[is_far] if len(added) else added, added)
+    weights = np.concatenate([level.weights + counts, np.bincount(of_added, minlength=len(added))])
     return Level(np.concatenate([moved, added]).astype(np.float32), weights, level.radius)
 
 

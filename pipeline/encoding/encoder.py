@@ -56,9 +56,8 @@ class TextEncoder:
             raise ModelError(f"{folder} has no encoder that transformers can load: {error}") from error
         require_whole_weights(folder, loading_info, unused=("pooler.",), harmless=OUTSIDE_LAYERS)
         if tokenizer.pad_token_id is None:
-            raise ModelError(
-                f"{folder}: the tokenizer has no padding token; expected an encoder such as BERT or MiniLM"
-            )
+            expected = "expected an encoder such as BERT or MiniLM"
+            raise ModelError(f"{folder}: the tokenizer has no padding token; {expected}")
         limit = getattr(model.config, "max_position_embeddings", None) or settings.max_text_tokens
         max_text_tokens = min(settings.max_text_tokens, limit, tokenizer.model_max_length)
         max_batch_tokens = max_batch_tokens or DEFAULT_BATCH_TOKENS[device]
@@ -76,8 +75,7 @@ class TextEncoder:
         repeats = np.bincount(row_to_distinct)
         # The tokenizer does not truncate, so that longer texts can be counted; "[SEP]" in a text is text.
         tokenized = self._tokenizer(list(position_of), truncation=False, verbose=False, split_special_tokens=True)
-        tokenized = tokenized["input_ids"]
-        most = self._max_text_tokens
+        tokenized, most = tokenized["input_ids"], self._max_text_tokens
         is_long = np.array([len(ids) > most for ids in tokenized])
         rows = [[*ids[: most - 1], ids[-1]] if len(ids) > most else ids for ids in tokenized]  # all have an end token
         vectors = np.zeros((len(rows), self.dim), np.float32)

@@ -27,11 +27,8 @@ PART_ROWS = 64 * 1024  # a file has at most twice this number of rows
 def part_bounds(num_rows: int, id_at: Callable[[int], int | str], first_ids: Sequence[int | str]) -> list[int]:
     """The first row of each file, with rows in the order of ids, and the end of the last; 0 and 0 if there are no rows.
 
-    Parameters
-    ----------
-    id_at : returns the id of a row.
-    first_ids : the first ids of the previous run's files, ascending. Files begin at the same ids. A file of more than
-        `2 * PART_ROWS` rows is divided, and then neighbours that together have at most `PART_ROWS` rows are joined.
+    `id_at` returns the id of a row. Files begin at `first_ids`, as those of the previous run do, ascending. A file of
+    more than `2 * PART_ROWS` rows is divided, and then neighbours of at most `PART_ROWS` rows in all are joined.
     """
     starts = sorted({0, *(bisect_left(range(num_rows), first_id, key=id_at) for first_id in first_ids[1:])})
     pieces = []

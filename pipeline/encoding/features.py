@@ -7,7 +7,7 @@ would bring the history itself into the features.
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -27,20 +27,12 @@ from laserbatch.pipeline.encoding.codebook_file import (
 from laserbatch.pipeline.encoding.feature_parts import PartTask, WrittenPart, part_bounds
 from laserbatch.pipeline.encoding.settings import EncodingSettings
 from laserbatch.pipeline.encoding.text_parts import PartsEncoder, text_parts
-from laserbatch.pipeline.encoding.vector_files import FeatureRows, NewVectors, VectorFiles, all_rows, rows_between
+from laserbatch.pipeline.encoding.vector_files import NewVectors, VectorFiles, all_rows, rows_between
 from laserbatch.pipeline.sides import Side
+from laserbatch.pipeline.storage import parquet
 from laserbatch.pipeline.storage.atomic import atomic_folder, link_file, sha256_file
 from laserbatch.pipeline.storage.figures import FeatureFigures
 from laserbatch.pipeline.storage.mapped import mapped_columns
-from laserbatch.pipeline.storage.parquet import (
-    ROW_GROUP_ROWS,
-    as_large,
-    iter_parquet,
-    iter_range,
-    parquet_files,
-    read_parquet,
-    write_parquet,
-)
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.retrieval_pools.ids import rows_among
 
@@ -55,10 +47,6 @@ class EarlierFeatures:
     run: RunFolder
     side: Side
     figures: FeatureFigures
-
-    @property
-    def path(self) -> Path:
-        return self.run.features_path(self.side)
 
     @property
     def checksums(self) -> dict[Path, str]:
@@ -85,12 +73,10 @@ class FeatureWriter:
     def write(self, earlier: EarlierFeatures | None = None, codes_of: RunFolder | None = None) -> FeatureFigures:
         """Write all files.
 
-        Parameters
-        ----------
-        earlier : features of the same encoder. Texts that are in them keep their vectors, which encoding again would
-            reproduce bit for bit, and their codes, and their codebook is continued. A file with the same texts is
-            carried over as it is. Raises WorkspaceError if a file is missing or damaged.
-        codes_of : the run whose plain texts these are: its codes and codebook are used unchanged.
+        `earlier` are features of the same encoder. Texts that are in them keep their vectors, which encoding again
+        would reproduce bit for bit, and their codes, and their codebook is continued. A file with the same texts is
+        carried over as it is. Raises WorkspaceError if a file is missing or damaged. `codes_of` is the run whose plain
+        texts these are: its codes and codebook are used unchanged.
         """
         side, with_codes = self.side, codes_of or (None if earlier is None else earlier.run)
         if earlier is not None:
@@ -98,7 +84,7 @@ class FeatureWriter:
             earlier.run.require_centroids(side, earlier.figures)
         scratch = self.run.root / VECTORS_FOLDER
         scratch.mkdir(parents=True, exist_ok=True)
-        known = None if earlier is None else earlier.path
+        known = None if earlier is None else earlier.run.features_path(side)
         texts = _Texts.read(self.run.knowledge_folder(side), known, f"{side}_id", scratch)
         if with_codes is not None and codes_of is None:
             codebook = read_codebook(with_codes.centroids_path(side))
@@ -109,7 +95,7 @@ class FeatureWriter:
         coding = self._code(rows, vectors, with_codes, checksums, codes_of is not None or not texts.num_new, encoder)
         link_file(coding.codebook, self.run.centroids_path(side))
         with atomic_folder(self.run.features_folder(side), overwrite=True) as parts_folder:
-            tasks = self._part_tasks(texts, earlier, rows, vectors, coding, parts_folder)
+            tasks = self._part_tasks(texts, checksums, rows, vectors, coding, parts_folder)
             written: list[WrittenPart] = encoder.run_tasks(tasks)
         return FeatureFigures(
             parts=tuple(replace(part.file, file=f"features/{side}/{part.file.file}") for part in written),
@@ -130,7 +116,7 @@ class FeatureWriter:
         """Encode new texts. Returns the vectors of all texts, and the file with their entities (`PartTask.rows`)."""
         part_size = encoder.part_size(texts.num_new) if texts.num_new else 1
         text_rows, places = texts.placed(part_size)
-        files = parquet_files(self.run.knowledge_folder(self.side))
+        files = parquet.parquet_files(self.run.knowledge_folder(self.side))
         folder = self.run.root / VECTORS_FOLDER / self._digest(files, text_rows, part_size)
         if earlier is None or texts.num_new:
             dim = encoder.dim
@@ -139,8 +125,9 @@ class FeatureWriter:
         new = NewVectors(folder, part_size, texts.num_new, dim)
         encoder.encode_parts(text_parts(files, text_rows, self.fields, new), self.on_batch)
         rows = folder / "rows.parquet"
-        schema = texts.schema(self.side)
-        write_parquet(texts.groups(places, schema.names), rows, schema)
+        kinds = {"run_id": pa.string(), "fingerprint": pa.string(), "place": pa.int64()}
+        schema = pa.schema({f"{self.side}_id": texts.id_type, **kinds})
+        parquet.write_parquet(texts.groups(places, schema.names), rows, schema)
         return VectorFiles(new, () if earlier is None else tuple(all_rows(list(earlier.checksums)))), rows
 
     def _digest(self, files: Sequence[Path], text_rows: np.ndarray, part_size: int) -> str:
@@ -173,7 +160,7 @@ class FeatureWriter:
             before = with_codes.centroids_path(side)
             coding = Coding(before if is_final else folder / "codebook.parquet", folder / "codes.npy")
             task_vectors = replace(vectors, earlier=())
-            files = parquet_files(with_codes.features_path(side)) if vectors.new.num_rows else []
+            files = parquet.parquet_files(with_codes.features_path(side)) if vectors.new.num_rows else []
             known = [KnownCodesTask(vectors.new, path, checksums.get(path), folder / f"known-{number:05}.parquet")
                      for number, path in enumerate(files)]  # fmt: skip
             encoder.run_tasks(known)
@@ -182,24 +169,21 @@ class FeatureWriter:
         return coding
 
     def _part_tasks(
-        self,
-        texts: "_Texts",
-        earlier: EarlierFeatures | None,
-        rows: Path,
-        vectors: VectorFiles,
-        coding: Coding,
-        folder: Path,
+        self, texts: "_Texts", sums: Mapping[Path, str], rows: Path, vectors: VectorFiles, coding: Coding, folder: Path
     ) -> Iterator[PartTask]:
-        checksums = {} if earlier is None else earlier.checksums
-        first_ids = _first_ids(checksums, f"{self.side}_id", texts.id_type)
+        """The tasks that write the files; `sums` are the checksums of an earlier run's files."""
+        batches = (next(parquet.iter_range(path, 0, 1, [f"{self.side}_id"]), None) for path in sums)
+        ids = [batch[0] for batch in batches if batch is not None]
+        first_ids = [of_file[0].as_py() for of_file in ids if of_file.type == texts.id_type]
         bounds = part_bounds(len(texts.order), texts.id_at, first_ids)
         for number, (start, stop) in enumerate(pairwise(bounds)):
             earlier_rows = texts.earlier_rows[start:stop]
             known = earlier_rows[earlier_rows >= 0]
             held = rows_between(vectors.earlier, int(known[0]), int(known[-1]) + 1) if len(known) else ()
-            is_unchanged = coding.codes is not None and _is_whole_file(held, vectors, earlier_rows)
+            is_whole = len(held) == 1 and held[0] in vectors.earlier and held[0].stop == len(known) == len(earlier_rows)
+            is_unchanged = coding.codes is not None and is_whole  # an earlier file has exactly these rows
             of_part, path = VectorFiles(vectors.new, held), folder / f"{number:05}.parquet"
-            of_held = {rows_of.path: checksums[rows_of.path] for rows_of in held}
+            of_held = {rows_of.path: sums[rows_of.path] for rows_of in held}
             yield PartTask(self.side, rows, start, stop, of_part, coding, of_held, is_unchanged, path)
 
 
@@ -219,9 +203,9 @@ class _Texts:
     @classmethod
     def read(cls, knowledge: Path, earlier: Path | None, id_column: str, scratch: Path) -> "_Texts":
         names = ("entity_id", *PROVENANCE)
-        batches = ([batch[name] for name in names] for batch in iter_parquet(knowledge, names))
+        batches = ([batch[name] for name in names] for batch in parquet.iter_parquet(knowledge, names))
         rows = pa.table(mapped_columns(batches, scratch, [None] * len(names)), names)
-        id_type = pq.read_schema(parquet_files(knowledge)[0]).field("entity_id").type
+        id_type = pq.read_schema(parquet.parquet_files(knowledge)[0]).field("entity_id").type
         order = pc.sort_indices(rows["entity_id"].chunk(0)).to_numpy().view(np.int64)
         earlier_rows = np.full(len(order), -1) if earlier is None else _known_rows(rows, order, earlier, id_column)
         return cls(rows, id_type, order, earlier_rows)
@@ -249,35 +233,19 @@ class _Texts:
         places[is_new] = -1 - new_rows
         return rows[listed], places
 
-    def schema(self, side: str) -> pa.Schema:
-        kinds = {f"{side}_id": self.id_type, "run_id": pa.string(), "fingerprint": pa.string(), "place": pa.int64()}
-        return pa.schema(kinds)
-
     def groups(self, places: np.ndarray, names: list[str]) -> Iterator[pa.Table]:
         """Yield ids, provenance and places of vectors in the order of ids."""
-        for start in range(0, len(places), ROW_GROUP_ROWS):
-            group = slice(start, start + ROW_GROUP_ROWS)
+        for start in range(0, len(places), parquet.ROW_GROUP_ROWS):
+            group = slice(start, start + parquet.ROW_GROUP_ROWS)
             columns = self.rows.take(pa.array(self.order[group])).columns
             yield pa.table([*columns, pa.array(places[group])], names)
 
 
-def _first_ids(files: Iterable[Path], id_column: str, id_type: pa.DataType) -> list[int | str]:
-    """The first id of each file that has one of type `id_type`."""
-    batches = (next(iter_range(path, 0, 1, [id_column]), None) for path in files)
-    ids = [batch[id_column] for batch in batches if batch is not None]
-    return [of_file[0].as_py() for of_file in ids if of_file.type == id_type]
-
-
-def _is_whole_file(held: Sequence[FeatureRows], vectors: VectorFiles, earlier_rows: np.ndarray) -> bool:
-    """Whether an earlier file has exactly these rows, int64[n], ascending but for -1 of new texts."""
-    is_whole = len(held) == 1 and held[0] in vectors.earlier and len(earlier_rows) == held[0].stop
-    return is_whole and bool((earlier_rows >= 0).all())
-
-
 def changed_rows(table: Path, earlier: Path, id_column: str) -> tuple[np.ndarray, pa.Array]:
     """Compare a feature table with an earlier one: whether each row has a new text, bool[n], and the ids that went."""
-    rows = as_large(read_parquet(table, [id_column, *PROVENANCE])).rename_columns({id_column: "entity_id"})
-    before = as_large(read_parquet(earlier, [id_column]))[id_column].combine_chunks()
+    rows = parquet.as_large(parquet.read_parquet(table, [id_column, *PROVENANCE]))
+    rows = rows.rename_columns({id_column: "entity_id"})
+    before = parquet.as_large(parquet.read_parquet(earlier, [id_column]))[id_column].combine_chunks()
     gone = before.filter(pc.invert(pc.is_in(before, value_set=rows["entity_id"].combine_chunks())))
     return _known_rows(rows, np.arange(rows.num_rows), earlier, id_column) < 0, gone
 
@@ -293,13 +261,13 @@ def _known_rows(rows: pa.Table, order: np.ndarray, earlier: Path, id_column: str
     def id_at(place: int) -> int | str:
         return rows["entity_id"][int(order[place])].as_py()
 
-    for batch in iter_parquet(earlier, [id_column, *PROVENANCE]):
-        theirs = as_large(pa.Table.from_batches([batch]))
+    for batch in parquet.iter_parquet(earlier, [id_column, *PROVENANCE]):
+        theirs = parquet.as_large(pa.Table.from_batches([batch]))
         if theirs[id_column].type != rows["entity_id"].type:
             break
         end = bisect_right(range(len(order)), theirs[id_column][-1].as_py(), place, key=id_at)
-        for first in range(place, end, ROW_GROUP_ROWS):
-            ours = pa.array(order[first : min(first + ROW_GROUP_ROWS, end)])
+        for first in range(place, end, parquet.ROW_GROUP_ROWS):
+            ours = pa.array(order[first : min(first + parquet.ROW_GROUP_ROWS, end)])
             there = rows_among(rows["entity_id"].take(ours), theirs[id_column])
             matched = np.flatnonzero(there >= 0)
             ours, there = ours.take(pa.array(matched)), there[matched]

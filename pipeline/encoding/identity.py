@@ -66,9 +66,8 @@ def find_encoder(settings: EncodingSettings) -> tuple[Path, str]:
     """
     folder = _minilm_folder() if settings.encoder is None else Path(settings.encoder)
     if not folder.is_dir():
-        raise ModelError(
-            f"encoder folder {folder} does not exist; expected a folder with config.json and {WEIGHTS_FILE}"
-        )
+        expected = f"expected a folder with config.json and {WEIGHTS_FILE}"
+        raise ModelError(f"encoder folder {folder} does not exist; {expected}")
     weights = folder / WEIGHTS_FILE
     if not weights.is_file():
         names = sorted(path.name for path in folder.iterdir())

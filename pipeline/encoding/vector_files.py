@@ -154,17 +154,14 @@ class VectorReader:
         codes = np.full((len(places), len(LEVELS)), -1, np.int32)
         pending = np.flatnonzero(~is_new)
         while len(pending):
-            batch = self._batch_with(int(places[pending[0]]))
+            while places[pending[0]] >= self._start + self._batch.num_rows:
+                self._start, self._batch = next(self._batches)
+            batch = self._batch
             here = pending[places[pending] < self._start + batch.num_rows]
             vectors[here] = vectors_of(batch)[places[here] - self._start]
             codes[here] = np.column_stack([batch[name].to_numpy()[places[here] - self._start] for name in LEVELS])
             pending = pending[len(here) :]
         return vectors, codes
-
-    def _batch_with(self, row: int) -> pa.RecordBatch:
-        while row >= self._start + self._batch.num_rows:
-            self._start, self._batch = next(self._batches)
-        return self._batch
 
 
 def _earlier_batches(earlier: Iterable[FeatureRows]) -> Iterator[tuple[int, pa.RecordBatch]]:

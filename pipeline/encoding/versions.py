@@ -138,11 +138,9 @@ def read_versions(
 ) -> Versions:
     """Read all versions in the feature tables of runs, whose vectors are of one encoder.
 
-    Parameters
-    ----------
-    files : run id -> feature table of the side, a file or a folder. Of two versions of a day the later table's counts.
-    other_codes : runs whose codes cannot be compared with those of the others, or that have none.
-    scratch : file that the vectors are written to. Ids and a few numbers per version are in memory.
+    `files` has the feature table of the side by run id, a file or a folder. Of two versions of a day the later table's
+    counts. Codes of `other_codes` cannot be compared with those of the other runs, or are missing. Vectors are written
+    to the file `scratch`; ids and a few numbers per version are in memory.
     """
     parts: list[tuple[pa.Array, pa.Array, np.ndarray]] = []
     # Key 0: runs whose codes can be compared; key 1: all runs.
