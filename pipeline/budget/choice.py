@@ -68,12 +68,9 @@ def side_budget(decoding: DecodingSettings, pool, step_cost: StepCost | None, sh
     packed token in plainly decoded ones (the Lagrange multiplier of tokens per second), and twice that if estimates
     were never checked. If one of the two numbers is configured it is kept, and the other one is chosen for it.
 
-    Parameters
-    ----------
-    pool : the pool that is drafted from besides a sequence's own texts, or None.
-    step_cost : the measured cost, used at its largest batch size that is not above the configured one. None: the
-        configuration leaves nothing to choose.
-    share_changed : share of the sequences that have a previous text.
+    `pool`, or None, is drafted from besides a sequence's own texts. `step_cost` is used at its largest batch size that
+    is not above the configured one; None: the configuration leaves nothing to choose. `share_changed` is the share of
+    the sequences that have a previous text.
     """
     if decoding.engine == "vllm":
         budget = Budget.of(decoding) if pool is not None and decoding.drafters else PLAIN
@@ -92,26 +89,26 @@ def side_budget(decoding: DecodingSettings, pool, step_cost: StepCost | None, sh
     if decoding.plugin_drafters:
         is_checked = any(drafter_plugin(name).is_calibrated for name in decoding.plugin_drafters)
         trust = 1.0 if is_checked else UNCHECKED_TRUST
-        return _worth_its_price(step_cost, batch_size, trust, True, *configured)
+        return _worth_its_price(step_cost, batch_size, trust, True, configured)
     if decoding.max_draft_tokens == 0:
         return ChosenBudget(PLAIN, BudgetForecast(OFF))
     cells = _nearest(replayed_cells(pool, sources, share_changed), *configured)
     if decoding.verifier != "greedy" and decoding.min_acceptance is None:
         cells = [cell for cell in cells if cell.min_acceptance <= MAX_RELAXED_ACCEPTANCE]
     if cells:
-        chosen = _fastest(step_cost, batch_size, cells, plain_pace(pool, share_changed))
+        pace = plain_pace(pool, share_changed)
+        chosen = _fastest(step_cost, batch_size, cells, pace)
         gain = chosen.forecast.speed_up
         assert gain is not None
         if gain < MIN_GAIN and decoding.min_acceptance is None:
             reason = f"no budget repays its cost: the best one is {gain:.2f} times as fast as plain decoding in replays"
             reason += _how_to_draft(decoding.max_draft_tokens)
-            pace = plain_pace(pool, share_changed)
             return ChosenBudget(PLAIN, BudgetForecast(reason, step_cost.name, batch_size, pace, 0.0, 1.0))
         return replace(chosen, budget=chosen.budget.with_overrides(*configured))
     is_calibrated = pool is not None and "pool" in sources and pool.is_calibrated
     has_texts = pool is not None and pool.manifest.num_texts > 0
     trust = 1.0 if is_calibrated else UNCHECKED_TRUST
-    return _worth_its_price(step_cost, batch_size, trust, has_texts, *configured)
+    return _worth_its_price(step_cost, batch_size, trust, has_texts, configured)
 
 
 def by_step(decoding: DecodingSettings, chosen: ChosenBudget) -> ChosenBudget:
@@ -199,19 +196,14 @@ def _nearest(
 
 
 def _worth_its_price(
-    step_cost: StepCost,
-    batch_size: int,
-    trust: float,
-    has_texts: bool,
-    max_draft_tokens: int | None,
-    min_acceptance: float | None,
+    step_cost: StepCost, batch_size: int, trust: float, has_texts: bool, configured: tuple[int | None, float | None]
 ) -> ChosenBudget:
     """The budget that drafts tokens whose estimated acceptance exceeds their price, in trees of up to UNCHECKED_SIZE.
 
     The price is the highest over all numbers of draft tokens that a step may have. Without a pool's texts that is any
     number, as drafts may find nothing for whole texts, or one token for one text. Numbers that are not None stay.
     """
-    plain_s = step_cost.plain_seconds(batch_size)
+    plain_s, (max_draft_tokens, min_acceptance) = step_cost.plain_seconds(batch_size), configured
     totals = np.arange(1, UNCHECKED_SIZE * batch_size + 1)  # draft tokens of a step
     if has_texts:
         totals = totals[batch_size - 1 :: batch_size]

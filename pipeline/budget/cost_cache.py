@@ -6,7 +6,6 @@ import importlib.metadata
 import logging
 import os
 import platform
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,10 +26,8 @@ MAX_AGE_DAYS = 30  # drivers, kernels and neighbours change
 class StepCostCache:
     """The file in a folder that keeps the cost of an engine's steps; all that the cost depends on decides its name.
 
-    Parameters
-    ----------
-    num_pool_tokens : number of tokens of the pool whose drafting is timed; 0 without one.
-    num_workers : number of engines that work at the same time; on CPUs they are measured at the same time, too.
+    `num_pool_tokens` is of the pool whose drafting is timed, 0 without one; `num_workers` is the number of engines that
+    work at the same time, and on CPUs are measured at the same time.
     """
 
     def __init__(self, folder: Path, engine: Engine, num_pool_tokens: int, num_workers: int = 1) -> None:
@@ -49,14 +46,13 @@ class StepCostCache:
             "libraries": {lib: importlib.metadata.version(lib) for lib in ("torch", "transformers", "numpy", "numba")},
         }
         pool_scale = (num_pool_tokens.bit_length() + 1) // 2  # a draft takes longer from a larger one
+        drafts = {"drafters": list(engine.settings.drafters), "pool_scale": pool_scale}
         digest, drafts_digest = (
-            _digest(part) for part in (facts, {"drafters": list(engine.settings.drafters), "pool_scale": pool_scale})
+            hashlib.sha256(canonical_json(part).encode()).hexdigest()[:12] for part in (facts, drafts)
         )
         self.path, self._same_steps = folder / f"{digest}-{drafts_digest}.json", f"{digest}-*.json"
-        self._labels = {
-            "name": f"measured {digest}: {engine.model_id} on {facts['device']}",
-            "model_id": engine.model_id,
-        }
+        name = f"measured {digest}: {engine.model_id} on {facts['device']}"
+        self._labels = {"name": name, "model_id": engine.model_id}
 
     def read(self) -> StepCost | None:
         """The cost that was measured on this machine before; None if there is none, or it is old or cannot be used.
@@ -107,10 +103,6 @@ def user_step_costs() -> Path:
     """
     usual = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or os.devnull, ".cache"), "laserbatch")
     return Path(os.environ.get("LASERBATCH_CACHE") or usual) / "step-costs"
-
-
-def _digest(facts: Mapping[str, object]) -> str:
-    return hashlib.sha256(canonical_json(facts).encode()).hexdigest()[:12]
 
 
 def _processor() -> str:

@@ -54,22 +54,13 @@ PATIENCE = 8  # after more steps in a row with too few texts, the batch counts a
 
 
 def measure_step_cost(
-    engine: Engine,
-    pool,
-    sources: Sequence[str],
-    batch_sizes: Sequence[int],
-    known_steps: StepCost | None = None,
+    engine: Engine, pool, sources: Sequence[str], batch_sizes: Sequence[int], known_steps: StepCost | None = None
 ) -> StepCost:
-    """Time the engine's steps. Nothing else may generate with it meanwhile.
+    """Time the engine's steps, and drafting from the pool and the text sources. Nothing else may generate meanwhile.
 
-    Parameters
-    ----------
-    pool, sources : the pool and the text sources whose drafting is timed.
-    batch_sizes : ascending; if the KV cache holds fewer sequences, steps of as many as it holds are timed instead. The
-        largest one is always timed, the others while there is time.
-    known_steps : the cost of these steps, if it is known; then only drafting is timed.
-
-    Raises RunFailed: the engine cannot write the texts whose steps are timed.
+    `batch_sizes` ascend; if the KV cache holds fewer sequences, steps of as many as it holds are timed instead. The
+    largest one is always timed, the others while there is time. With `known_steps`, the cost of these steps, only
+    drafting is timed. Raises RunFailed if the engine cannot write the texts whose steps are timed.
     """
     draft = _time_drafts(engine, pool, sources) if sources else DraftCost()
     if known_steps is not None:
@@ -78,12 +69,20 @@ def measure_step_cost(
     context_s, with_drafts_s = (_context_seconds(engine, num_texts, drafts) for drafts in (_ROUND[0], _CONTEXT_DRAFTS))
     draft_context_s = max(0.0, with_drafts_s - context_s) / _CONTEXT_DRAFTS.size
     points: dict[tuple[int, int], StepPoint] = {}
-    began_s = time.perf_counter()
+    prompt, began_s = random_tokens(engine, _prompt_tokens(engine, PROMPT_TOKENS)), time.perf_counter()
     for max_sequences in batch_sizes:
         if max_sequences < batch_sizes[-1] and time.perf_counter() - began_s > MAX_SECONDS:
             continue
-        batch_size, seconds = _time_steps(engine, max_sequences, context_s, draft_context_s)
-        for num_drafted, duration in seconds.items():
+        steps = _TimedSteps(engine, max_sequences, [prompt], context_s, draft_context_s)
+        try:
+            steps.take_rounds()
+        finally:
+            steps.stream.scheduler.close()
+        batch_size = steps.batch_size  # the one that was reached
+        timed = sorted({drafts.num_tokens(batch_size): min(of) for drafts, of in steps.seconds.items() if of}.items())
+        # A smaller step costs no more: if it seems to, each of its runs was disturbed.
+        rising = np.minimum.accumulate([seconds for _, seconds in reversed(timed)])[::-1].tolist()
+        for (num_drafted, _), duration in zip(timed, rising, strict=True):
             num_tokens = batch_size + num_drafted
             num_tokens = next((size for size in engine.token_buckets if size >= num_tokens), num_tokens)
             point = StepPoint(batch_size=batch_size, num_tokens=num_tokens, seconds=duration)
@@ -146,25 +145,6 @@ def _is_held(cache: KVCache, prompt: np.ndarray) -> bool:
     return is_held
 
 
-def _time_steps(
-    engine: Engine, batch_size: int, context_s: float, draft_context_s: float
-) -> tuple[int, dict[int, float]]:
-    """The batch size that was reached, and its steps' seconds right after the prompts, by number of draft tokens."""
-    prompt = random_tokens(engine, _prompt_tokens(engine, PROMPT_TOKENS))
-    steps = _TimedSteps(engine, batch_size, [prompt], context_s, draft_context_s)
-    try:
-        steps.take_rounds()
-    finally:
-        steps.stream.scheduler.close()
-    fastest = {
-        drafts.num_tokens(steps.batch_size): min(seconds) for drafts, seconds in steps.seconds.items() if seconds
-    }
-    numbers = sorted(fastest)
-    # A smaller step costs no more: if it seems to, each of its runs was disturbed.
-    rising = np.minimum.accumulate([fastest[number] for number in reversed(numbers)])[::-1]
-    return steps.batch_size, dict(zip(numbers, rising.tolist(), strict=True))
-
-
 def clock_of(engine: Engine) -> Callable[[], float]:
     """The clock that times steps, in seconds: the thread's time on the processor, on CUDA the time that passes."""
     return time.perf_counter if engine.device.type == "cuda" else time.thread_time
@@ -172,16 +152,12 @@ def clock_of(engine: Engine) -> Callable[[], float]:
 
 @dataclass(frozen=True)
 class _Drafts:
-    """Trees of one size for all sequences of a step, or for only one of them.
-
-    The first draft token of a step may cost more than others: a step without any can be computed in a simpler way.
-    """
+    """Trees of one size for all sequences of a step, or for only one: a step's first draft token may cost more."""
 
     size: int
     is_alone: bool = False
 
     def num_tokens(self, batch_size: int) -> int:
-        """The number of draft tokens of a step of `batch_size` sequences."""
         return self.size * (1 if self.is_alone else batch_size)
 
 
@@ -193,12 +169,7 @@ class _TimedSteps(Drafter):
     """The requests, drafter and verifier of a measurement in one class, and the seconds of its steps."""
 
     def __init__(
-        self,
-        engine: Engine,
-        batch_size: int,
-        prompts: Sequence[np.ndarray],
-        context_s: float = 0.0,
-        draft_context_s: float = 0.0,
+        self, engine: Engine, batch_size: int, prompts: Sequence[np.ndarray], context_s=0.0, draft_context_s=0.0
     ) -> None:
         self.batch_size = batch_size
         self.seconds: dict[_Drafts, list[float]] = {drafts: [] for drafts in _ROUND}
