@@ -55,9 +55,7 @@ def train_lightgcn(interactions: pa.Table, seed: int = 0, scratch: Path | None =
     has_item = np.ones(num_items, bool)
     if num_items > MAX_NODES:
         has_item[np.argsort(-count_codes(item_index, num_items), kind="stable")[MAX_NODES:]] = False
-    pairs = _distinct_pairs(user_index, item_index, has_user, has_item)
-    sizes = int(has_user.sum()), int(has_item.sum())
-    graph = _Graph(*pairs, *sizes, normalised_adjacency(*pairs, *sizes))
+    graph = _Graph.of(user_index, item_index, has_user, has_item)
     layer_0 = _trained(graph, seed)
     if has_user.all() and has_item.all():
         vectors = propagate(graph.adjacency, layer_0, NUM_LAYERS).numpy()
@@ -76,6 +74,13 @@ class _Graph:
     num_users: int
     num_items: int
     adjacency: torch.Tensor  # see `normalised_adjacency`
+
+    @classmethod
+    def of(cls, user_index: np.ndarray, item_index: np.ndarray, has_user: np.ndarray, has_item: np.ndarray) -> "_Graph":
+        """The graph of those in `has_user` and `has_item`, bool, from indices of shape (num_interactions,)."""
+        pairs = _distinct_pairs(user_index, item_index, has_user, has_item)
+        sizes = int(has_user.sum()), int(has_item.sum())
+        return cls(*pairs, *sizes, normalised_adjacency(*pairs, *sizes))
 
 
 def _distinct_pairs(
