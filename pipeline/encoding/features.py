@@ -33,6 +33,7 @@ from laserbatch.pipeline.storage import parquet
 from laserbatch.pipeline.storage.atomic import atomic_folder, link_file, sha256_file
 from laserbatch.pipeline.storage.figures import FeatureFigures
 from laserbatch.pipeline.storage.mapped import mapped_columns
+from laserbatch.pipeline.storage.parquet import ROW_GROUP_ROWS
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.retrieval_pools.ids import rows_among
 
@@ -235,8 +236,8 @@ class _Texts:
 
     def groups(self, places: np.ndarray, names: list[str]) -> Iterator[pa.Table]:
         """Yield ids, provenance and places of vectors in the order of ids."""
-        for start in range(0, len(places), parquet.ROW_GROUP_ROWS):
-            group = slice(start, start + parquet.ROW_GROUP_ROWS)
+        for start in range(0, len(places), ROW_GROUP_ROWS):
+            group = slice(start, start + ROW_GROUP_ROWS)
             columns = self.rows.take(pa.array(self.order[group])).columns
             yield pa.table([*columns, pa.array(places[group])], names)
 
@@ -266,8 +267,8 @@ def _known_rows(rows: pa.Table, order: np.ndarray, earlier: Path, id_column: str
         if theirs[id_column].type != rows["entity_id"].type:
             break
         end = bisect_right(range(len(order)), theirs[id_column][-1].as_py(), place, key=id_at)
-        for first in range(place, end, parquet.ROW_GROUP_ROWS):
-            ours = pa.array(order[first : min(first + parquet.ROW_GROUP_ROWS, end)])
+        for first in range(place, end, ROW_GROUP_ROWS):
+            ours = pa.array(order[first : min(first + ROW_GROUP_ROWS, end)])
             there = rows_among(rows["entity_id"].take(ours), theirs[id_column])
             matched = np.flatnonzero(there >= 0)
             ours, there = ours.take(pa.array(matched)), there[matched]
