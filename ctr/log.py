@@ -196,7 +196,7 @@ def split_by_time(log: Log, as_of: datetime.date, settings: CtrSettings) -> dict
     num_train = part_way(first, SPLIT_TRAIN_SHARE) if is_split else first
     first_test = part_way(num_train, settings.validation_share)
     _, *rows_of_parts = np.split(np.arange(num, dtype=np.int32), [first if is_split else 0, num_train, first_test])
-    parts = dict(zip(("train", "validation", "test"), rows_of_parts, strict=True))
+    parts: dict[str, np.ndarray] = dict(zip(("train", "validation", "test"), rows_of_parts, strict=True))
     for name, rows in parts.items():
         of_part = log.labels[rows]
         if len(of_part) == 0:

@@ -201,7 +201,8 @@ def _replayed(
     remaining = in_threads(lambda chunk: chunk[text_of.values(is_included, chunk)], order)
     _write_arrays(remaining, laid, manifest.settings, scratch, scratch, left_out)
     names = (name for name in array_names(manifest.settings) if name != "tokens")
-    arrays = {"tokens": laid.tokens} | {name: map_array(array_path(scratch, name)) for name in names}
+    arrays: dict[str, np.ndarray] = {name: map_array(array_path(scratch, name)) for name in names}
+    arrays["tokens"] = laid.tokens
     pool = Pool.of_arrays(None, manifest, Index.of(arrays, manifest.settings.index_depth))
     calibration = held_back.calibrate(pool)
     give_back(*pool.index[:4])

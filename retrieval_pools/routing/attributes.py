@@ -51,8 +51,9 @@ class AttributeColumn:
     def tokens(self, value: object) -> tuple[str, ...]:
         """The tokens of one value, from broad to narrow; none for a null, an empty text or a value of another kind."""
         if self.kind == "number":
-            is_known = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-            return (self.bin_names[bisect_right(self.edges, float(value))],) if is_known else ()
+            if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
+                return ()
+            return (self.bin_names[bisect_right(self.edges, float(value))],)
         levels = value[:MAX_PATH_LEVELS] if self.kind == "path" and isinstance(value, list | tuple) else (value,)
         kinds = str | bool if self.kind == "path" else str | Real
         texts = (_text(level) if isinstance(level, kinds) else "" for level in levels)
