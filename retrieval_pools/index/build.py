@@ -200,9 +200,10 @@ def _replayed(
     order = read_chunks(array_path(folder, "order"))
     remaining = in_threads(lambda chunk: chunk[text_of.values(is_included, chunk)], order)
     _write_arrays(remaining, laid, manifest.settings, scratch, scratch, left_out)
-    names = (name for name in array_names(manifest.settings) if name != "tokens")
-    arrays: dict[str, np.ndarray] = {name: map_array(array_path(scratch, name)) for name in names}
-    arrays["tokens"] = laid.tokens
+    arrays: dict[str, np.ndarray] = {"tokens": laid.tokens}
+    for name in array_names(manifest.settings):
+        if name != "tokens":
+            arrays[name] = map_array(array_path(scratch, name))
     pool = Pool.of_arrays(None, manifest, Index.of(arrays, manifest.settings.index_depth))
     calibration = held_back.calibrate(pool)
     give_back(*pool.index[:4])
