@@ -18,51 +18,29 @@ from laserbatch.pipeline.plugins import UnknownPlugin, installed, load_plugin
 for name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(name).setLevel(logging.ERROR)
 
-COMMANDS = {
-    "data": LazyCommand("data:app", "Sample, import and check input tables."),
-    "init": LazyCommand(
-        "init:init",
-        "Write a short configuration for your own tables, and a guessed mapping for you to correct.",
-    ),
-    "model": LazyCommand("model:app", "Make a model folder from a GGUF file."),
-    "config": LazyCommand("config:config", "Show every option with its value, its default and what it does."),
-    "try": LazyCommand(
-        "try_one:try_one",
-        "Write the text of one entity: show prompt, pool, the source of each part, and whether a night would keep it.",
-    ),
-    "nightly": LazyCommand(
-        "nightly:nightly",
-        "Run a whole night: generate, encode, build pools, compare, report, publish.",
-    ),
-    "backfill": LazyCommand(
-        "nightly:backfill",
-        "Run the nights of a range of dates, each built on the one before it; finished nights are skipped.",
-    ),
-    "experiment": LazyCommand(
-        "experiment:experiment",
-        "Try templates, models or frameworks on a sample of entities; published runs do not change.",
-    ),
-    "ctr": LazyCommand("ctr:app", "Train, evaluate, apply and compare CTR models on the features of a run."),
-    "features": LazyCommand("features:app", "Join features to a log by time; export them to other tools."),
-    "runs": LazyCommand("runs:app", "List, compare, publish, roll back and remove the runs of nights."),
-    "forget": LazyCommand(
-        "forget:forget",
-        "Remove users or items from every run and pool of a workspace, and write a receipt of what was removed.",
-    ),
-    "pools": LazyCommand("pools:app", "Build, list, choose and remove retrieval pools."),
-    "status": LazyCommand(
-        "status:status",
-        "Show which run is under way, how far it is, how long it will take, and what is published.",
-    ),
-    "doctor": LazyCommand(
-        "doctor:doctor",
-        "Check whether a night can run here, from versions and GPU to model, disk and tables; print how to fix faults.",
-    ),
-    "demo": LazyCommand(
-        "nightly:demo",
-        "Run two nights on a sample world with the bundled model; the second drafts from the texts of the first.",
-    ),
+_HELP = {  # by command: the first line of its help
+    "data": "Sample, import and check input tables.",
+    "init": "Write a short configuration for your own tables, and a guessed mapping for you to correct.",
+    "model": "Make a model folder from a GGUF file.",
+    "config": "Show every option with its value, its default and what it does.",
+    "try": "Write the text of one entity: show prompt, pool, the source of each part, and whether a night would keep "
+    "it.",
+    "nightly": "Run a whole night: generate, encode, build pools, compare, report, publish.",
+    "backfill": "Run the nights of a range of dates, each built on the one before it; finished nights are skipped.",
+    "experiment": "Try templates, models or frameworks on a sample of entities; published runs do not change.",
+    "ctr": "Train, evaluate, apply and compare CTR models on the features of a run.",
+    "features": "Join features to a log by time; export them to other tools.",
+    "runs": "List, compare, publish, roll back and remove the runs of nights.",
+    "forget": "Remove users or items from every run and pool of a workspace, and write a receipt of what was removed.",
+    "pools": "Build, list, choose and remove retrieval pools.",
+    "status": "Show which run is under way, how far it is, how long it will take, and what is published.",
+    "doctor": "Check whether a night can run here, from versions and GPU to model, disk and tables; print how to fix "
+    "faults.",
+    "demo": "Run two nights on a sample world with the bundled model; the second drafts from the texts of the first.",
 }
+_TARGETS = {"try": "try_one:try_one", "backfill": "nightly:backfill", "demo": "nightly:demo"}
+_TARGETS |= {name: f"{name}:app" for name in ("data", "model", "ctr", "features", "runs", "pools")}
+COMMANDS = {name: LazyCommand(_TARGETS.get(name, f"{name}:{name}"), about) for name, about in _HELP.items()}
 
 
 def _commands_of_plugins() -> Iterator[tuple[str, LazyCommand]]:

@@ -172,24 +172,17 @@ def summary_table(data: Mapping) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     for key, value in data.items():
         if isinstance(value, Mapping) and value:
-            table.add_row(Text(visible(_title(key)), "bold"), "")
+            table.add_row(Text(_title(key), "bold"), "")
             for inner, inner_value in value.items():
-                table.add_row(Text(f"  {visible(_title(inner))}"), _shown(inner_value, inner))
+                table.add_row(Text(f"  {_title(inner)}"), _shown(inner_value, inner))
         else:
-            table.add_row(Text(visible(_title(key))), _shown(value, key))
+            table.add_row(Text(_title(key)), _shown(value, key))
     return table
 
 
 def print_table(shown: "ReportTable") -> None:
-    table = Table(
-        title=shown.title,
-        caption=shown.caption,
-        title_justify="left",
-        caption_justify="left",
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-    )
+    table = Table(title=shown.title, caption=shown.caption, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.title_justify = table.caption_justify = "left"
     for name in shown.rows[0]:
         table.add_column(name, justify="left" if name in shown.words else "right")
     for row in shown.rows:
@@ -198,7 +191,7 @@ def print_table(shown: "ReportTable") -> None:
 
 
 def _title(key: str) -> str:
-    return key.removeprefix("num_").replace("_", " ")
+    return visible(key.removeprefix("num_").replace("_", " "))
 
 
 def _shown(value: object, name: str = "") -> Text:

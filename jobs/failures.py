@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from laserbatch.jobs.console import ExitCode
-from laserbatch.pipeline.errors import (
-    ClusterFailed,
-    EndpointGone,
-    LaserbatchError,
-    NotDelivered,
-    NotReached,
-    RunFailed,
-    WorkspaceBusy,
-)
+from laserbatch.pipeline import errors
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 NO_FILES = {errno.EMFILE, errno.ENFILE}
+CODES = {  # the first kind that fits decides
+    KeyboardInterrupt: ExitCode.INTERRUPTED,
+    errors.WorkspaceBusy: ExitCode.BUSY,
+    errors.EndpointGone | errors.ClusterFailed | errors.NotDelivered | errors.NotReached: ExitCode.UNAVAILABLE,
+    errors.RunFailed: ExitCode.RUN_FAILED,
+    errors.LaserbatchError: ExitCode.BAD_INPUT,
+}
 GOES_ON = "the same command continues a run or a training; any other command starts again"
 
 
@@ -46,21 +45,12 @@ def _ended_by_sigterm(error: BaseException) -> bool:
 
 
 def exit_code_of(error: BaseException) -> int:
+    if isinstance(error, OSError):
+        is_known = error.filename is not None or error.errno in NO_ROOM | NO_FILES
+        return ExitCode.BAD_INPUT if is_known else ExitCode.UNEXPECTED
     if _ended_by_sigterm(error):
         return ExitCode.TERMINATED
-    if isinstance(error, KeyboardInterrupt):
-        return ExitCode.INTERRUPTED
-    if isinstance(error, WorkspaceBusy):
-        return ExitCode.BUSY
-    if isinstance(error, EndpointGone | ClusterFailed | NotDelivered | NotReached):
-        return ExitCode.UNAVAILABLE
-    if isinstance(error, RunFailed):
-        return ExitCode.RUN_FAILED
-    if isinstance(error, LaserbatchError):
-        return ExitCode.BAD_INPUT
-    if isinstance(error, OSError) and (error.filename is not None or error.errno in NO_ROOM | NO_FILES):
-        return ExitCode.BAD_INPUT
-    return ExitCode.UNEXPECTED
+    return next((code for kind, code in CODES.items() if isinstance(error, kind)), ExitCode.UNEXPECTED)
 
 
 def line_of(error: BaseException, names_values: bool = True) -> str:

@@ -196,7 +196,7 @@ def _caption(comparison: Mapping[str, Any]) -> str:
     lines = [
         f"AUC gain over the same models without texts, on {count(rows['test'])} test rows after {comparison['date']}: "
         f"mean, ± half its {percent(judged['confidence'])} interval over new users and new seeds, verdict "
-        f"(“as good”: within ±{decimal(judged['margin'], 4)}; “?”: undecided).",
+        f"(“as good”: within ±{decimal(judged['margin'], 4)}; “?”: undecided)."
     ]
     if judged["low"] is None:
         lines.append(f"{NO_INTERVAL}: use more seeds (ctr.num_seeds), an earlier date or more users.")

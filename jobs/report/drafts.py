@@ -1,15 +1,6 @@
 """The section about sources and acceptance of drafts, routes of entities, and the pools used and built."""
 
-from laserbatch.jobs.formatting import (
-    MISSING,
-    ROUTE_LABELS,
-    SOURCE_LABELS,
-    count,
-    counted,
-    percent,
-    ratio,
-    seconds,
-)
+from laserbatch.jobs.formatting import MISSING, ROUTE_LABELS, SOURCE_LABELS, count, counted, percent, ratio, seconds
 from laserbatch.jobs.report.blocks import PLAIN, Block, Figure, Note, Section, Series, Table, stacked_shares
 from laserbatch.jobs.report.sides import SIDE_LABELS, SideReport
 from laserbatch.pipeline.sides import SIDES, Side

@@ -126,11 +126,7 @@ def parse_night(text: str, force: bool = False) -> datetime.date:
 
 
 def open_night(
-    settings: Settings,
-    date: datetime.date,
-    force: bool = False,
-    redo: bool = False,
-    base_run: RunFolder | None = None,
+    settings: Settings, date: datetime.date, force: bool = False, redo: bool = False, base_run: RunFolder | None = None
 ) -> Night:
     """Open the newest run of a date and these settings, finished or not; create one if there is none.
 

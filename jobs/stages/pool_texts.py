@@ -141,10 +141,7 @@ def read_run_texts(night: Night, side: Side, scratch: Path) -> RunTexts | None:
             yield batch if pc.all(is_readable).as_py() else batch.filter(is_readable)
 
     model_id, num_tokens = None, 0
-    with (
-        ArrayWriter(scratch / TOKENS_NAME, np.int32) as tokens,
-        ArrayWriter(scratch / STARTS_NAME, np.int64) as starts,
-    ):
+    with ArrayWriter(scratch / TOKENS_NAME, np.int32) as tokens, ArrayWriter(scratch / STARTS_NAME, np.int64) as starts:
         starts.write(np.zeros(1, np.int64))
         for batch in batches("model_id", "token_ids"):
             if batch.num_rows:

@@ -15,13 +15,7 @@ from laserbatch.jobs.gates import blocking, gate_sentence, has_option, judge
 from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import GateSettings
 from laserbatch.pipeline.errors import ConfigError, LaserbatchError, NotDelivered, NotReached, RunHeld, WorkspaceError
-from laserbatch.pipeline.storage.delivery import (
-    PLACES,
-    Destination,
-    last_deliveries,
-    record_delivery,
-    remember_place,
-)
+from laserbatch.pipeline.storage.delivery import PLACES, Destination, last_deliveries, record_delivery, remember_place
 from laserbatch.pipeline.storage.figures import GateFigures
 from laserbatch.pipeline.storage.lake import DELTA, LakeTables, is_lake
 from laserbatch.pipeline.storage.manifest import RunManifest
