@@ -63,19 +63,14 @@ def audit_texts(night: Night, load_encoder: "Callable[[], TextEncoder]") -> Audi
     reason = _why_not(night)
     samples = {} if reason else _samples(night)
     encoder = cache(load_encoder)
-    sides: dict[Side, SideAudit] = {
-        side: figures
-        for side, sample in samples.items()
-        if (figures := _audit(night, side, sample, encoder)) is not None
+    audited: dict[Side, SideAudit | None] = {
+        side: _audit(night, side, sample, encoder) for side, sample in samples.items()
     }
+    sides: dict[Side, SideAudit] = {side: figures for side, figures in audited.items() if figures is not None}
     if not sides:
         return AuditFigures(reason or (PLAIN_FAILED if samples else TOO_FEW))
-    others: dict[Side, str] = {
-        side: PLAIN_FAILED if side in samples else TOO_FEW
-        for side in night.manifest.generation.sides
-        if side not in sides
-    }
-    return AuditFigures(None, sides, others)
+    others: list[Side] = [side for side in night.manifest.generation.sides if side not in sides]
+    return AuditFigures(None, sides, {side: PLAIN_FAILED if side in samples else TOO_FEW for side in others})
 
 
 def remove_audited_texts(night: Night) -> None:
@@ -172,13 +167,11 @@ def _audit(night: Night, side: Side, sample: _Sample, load_encoder: "Callable[[]
         return None
     drafted = _rows_of(sample.texts, plain["entity_id"])
     planned = _rows_of(sample.planned, plain["entity_id"])
-    template = night.template(side)
-    names = _unfounded(night, side, planned, [drafted["text"].to_pylist(), plain["text"].to_pylist()])
-    ours, theirs = (
-        _Measured.of(texts, of_texts, len(template.factors or template.fields))
-        for texts, of_texts in zip((drafted, plain), names, strict=True)
-    )
+    template, both = night.template(side), (drafted, plain)
     texts = drafted["text"].to_pylist() + plain["text"].to_pylist()
+    names = _unfounded(night, side, planned, [texts[: len(drafted)], texts[len(drafted) :]])
+    num_fields = len(template.factors or template.fields)
+    ours, theirs = (_Measured.of(*part, num_fields) for part in zip(both, names, strict=True))
     of_own, of_plain = np.split(load_encoder().encode(texts, lambda num_texts: None).vectors, 2)
     cosines = (of_own * of_plain).sum(axis=1, dtype=np.float64)
     pairs = [

@@ -25,9 +25,8 @@ def last_speed(night: Night, sides: Iterable[Side]) -> float | None:
     for run in reversed(earlier_runs(night.workspace, night.run.run_id)):
         if (manifest := unless_damaged(run.load_manifest)) is not None:
             written = manifest.generation.sides
-            stats = DecodingStats.total(written[side].stats for side in sides if side in written)
-            if stats.tokens_per_s:
-                return stats.tokens_per_s
+            if speed := DecodingStats.total(written[side].stats for side in sides if side in written).tokens_per_s:
+                return speed
     return None
 
 

@@ -105,13 +105,8 @@ def _built_by_task(night: Night, make_current: bool, layout: "WorkerLayout") -> 
     """
     from laserbatch.pipeline.distributed.tasks import result_of, start_task, wait_for
 
-    folder = Path(night.settings.tables.required_path).resolve()
-    settings = night.settings.model_copy(
-        update={
-            "workspace": night.workspace.root.resolve(),
-            "tables": night.settings.tables.model_copy(update={"path": folder}),
-        }
-    )
+    tables = night.settings.tables.model_copy(update={"path": Path(night.settings.tables.required_path).resolve()})
+    settings = night.settings.model_copy(update={"workspace": night.workspace.root.resolve(), "tables": tables})
     templates = {side: night.template(side) for side in SIDES}
     files = [file for side in SIDES for file in parquet_files(night.run.knowledge_folder(side).resolve())]
     task = start_task(layout, 0, _build_in_task, settings, night.manifest, templates, files, make_current)
@@ -156,16 +151,13 @@ def _build_in_task(
 
 def describe_fit(night: Night) -> dict[str, Any]:
     """Describe the inputs of a router fit: numbers of rows, which may drift, and values that must not change."""
-    tables, routing = night.tables, RoutingSettings.of(night.settings.routing)
-    num_rows = {name: getattr(tables, name).num_rows for name in TABLE_NAMES}
+    tables, inputs = night.tables, night.manifest.origin.inputs
     return {
-        "num_rows": num_rows,
-        "routing": routing.model_dump(mode="json"),
+        "num_rows": {name: getattr(tables, name).num_rows for name in TABLE_NAMES},
+        "routing": RoutingSettings.of(night.settings.routing).model_dump(mode="json"),
         "seed": night.settings.seed,
         "columns": {side: str(tables.entities(side).schema.remove_metadata()) for side in SIDES},
-        "embeddings": {
-            key: facts["sha256"] for key, facts in night.manifest.origin.inputs.items() if key not in TABLE_NAMES
-        },
+        "embeddings": {key: facts["sha256"] for key, facts in inputs.items() if key not in TABLE_NAMES},
     }
 
 
@@ -184,11 +176,9 @@ def reused_routers(night: Night, version: str, now: dict[str, Any]) -> tuple[dic
     then = fit["num_rows"]
     if {**fit, "num_rows": None} != {**now, "num_rows": None} or then.keys() != now["num_rows"].keys():
         return None
-    if any(abs(now["num_rows"][name] - count) > MAX_SHARE_DRIFTED * count for name, count in then.items()):
-        return None
-    if not all(_knows(routers[side], night.tables.entities(side)) for side in SIDES):
-        return None
-    return routers, fit
+    is_near = all(abs(now["num_rows"][name] - count) <= MAX_SHARE_DRIFTED * count for name, count in then.items())
+    is_near = is_near and all(_knows(routers[side], night.tables.entities(side)) for side in SIDES)
+    return (routers, fit) if is_near else None
 
 
 def _knows(router: Router, entities: pa.Table) -> bool:
@@ -205,8 +195,7 @@ def unchanged_pools(night: Night, version: str) -> dict[Side, PoolBuilt]:
     previous = night.previous
     if previous is None or previous.run_id != version or previous.settings_hash != night.run.settings_hash:
         return {}
-    before = unless_damaged(previous.load_manifest)
-    if before is None:
+    if (before := unless_damaged(previous.load_manifest)) is None:
         return {}
     is_same = all(_digest_of(before, name) == _digest_of(night.manifest, name) is not None for name in TABLE_NAMES)
     for side in SIDES:
@@ -257,11 +246,11 @@ def _build_pools(
 def collect_pools(store: PoolStore, keep: int, in_use: Collection[str], dry_run: bool = False) -> GcResult:
     """Remove the pools that `PoolStore.collect` selects, under the workspace's lock; with `dry_run` only print them."""
     collected = store.collect(keep, in_use, dry_run)
-    megabytes = f"{collected.num_bytes / 1e6:,.1f} MB"
-    if collected.versions or collected.num_leftovers:
-        parts = [f"pools {', '.join(collected.versions)}"] if collected.versions else []
-        parts += [f"{counted(collected.num_leftovers, 'leftover')} of dead processes"] * bool(collected.num_leftovers)
-        say(f"{'would remove' if dry_run else 'removed'} {' and '.join(parts)} ({megabytes})")
+    parts = [f"pools {', '.join(collected.versions)}"] * bool(collected.versions)
+    parts += [f"{counted(collected.num_leftovers, 'leftover')} of dead processes"] * bool(collected.num_leftovers)
+    if parts:
+        verb = "would remove" if dry_run else "removed"
+        say(f"{verb} {' and '.join(parts)} ({collected.num_bytes / 1e6:,.1f} MB)")
     return collected
 
 

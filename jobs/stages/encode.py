@@ -98,12 +98,9 @@ def _earlier(
 ) -> EarlierFeatures | None:
     """A finished run's features; None if it has none, or if their fields, text limit or encoder differ."""
     manifest = None if previous is None else unless_damaged(previous.load_manifest)
-    if previous is None or manifest is None:
+    before = None if manifest is None else manifest.features.get(side)
+    if previous is None or manifest is None or before is None:
         return None
-    before = manifest.features.get(side)
     cut_at = manifest.origin.settings.get("encoding", {}).get("max_text_tokens", max_text_tokens)
-    if before is None or before.encoder != encoder_id or cut_at != max_text_tokens:
-        return None
-    if before.fields not in (None, fields):
-        return None
-    return EarlierFeatures(previous, side, before)
+    is_same = before.encoder == encoder_id and cut_at == max_text_tokens and before.fields in (None, fields)
+    return EarlierFeatures(previous, side, before) if is_same else None

@@ -28,12 +28,11 @@ def external_corpus(night: Night, sides: Collection[Side]) -> Iterator[None]:
     server, generation = night.settings.decoding.endpoint, night.manifest.generation
     assert server is not None
     generation.external_corpus = None
-    corpora, corpus_id = ExternalCorpora(server), corpus_id_of(night)
+    corpora, corpus_id, room = ExternalCorpora(server), corpus_id_of(night), None
     try:
         room = None if night.previous is None else corpora.room(corpus_id)
     except CorpusError as error:
         _record_problem(night, f"the server drafts from no earlier texts: {error}")
-        room = None
     if night.previous is None or room is None:
         yield
         return

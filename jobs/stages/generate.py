@@ -99,8 +99,10 @@ class GenerationStage:
             reasons = self.folder.shards(plan.side).quarantine_reasons(finished[CARRIED_SHARD])
         counts = {"entities": plan.num_entities, "carried_over": plan.num_carried_over}
         emit("planned", of=self.label, side=plan.side, **counts, reasons=reasons)
-        if self.is_checked:
-            self._say_skipped(plan, reasons)
+        if self.is_checked and plan.postponed:
+            say(f"{plan.side}s postponed tonight, without a new text: {format_counts(plan.postponed)}")
+        if self.is_checked and reasons:
+            say(f"{plan.side}s in quarantine that were not tried tonight: {format_counts(reasons)}")
 
     def _expected_tokens(self, plan: SidePlan) -> float | None:
         """The expected number of tokens per planned text; None without an estimate and without earlier texts."""
@@ -108,15 +110,7 @@ class GenerationStage:
         if plan.num_tokens and num_rows:
             return plan.num_tokens / num_rows
         folder = self.planner.previous_folder
-        if folder is None:
-            return None
-        return unless_damaged(partial(means, folder, plan.side, ["num_tokens"]), [None])[0]
-
-    def _say_skipped(self, plan: SidePlan, reasons: Mapping[str, int]) -> None:
-        if plan.postponed:
-            say(f"{plan.side}s postponed tonight, without a new text: {format_counts(plan.postponed)}")
-        if reasons:
-            say(f"{plan.side}s in quarantine that were not tried tonight: {format_counts(reasons)}")
+        return folder and unless_damaged(partial(means, folder, plan.side, ["num_tokens"]), [None])[0]
 
     def _require_usable(self, plan: SidePlan, finished: Finished) -> None:
         if self.is_checked:
@@ -217,11 +211,8 @@ class GenerationStage:
 
     def _side_figures(self, plan: SidePlan, written: list[tuple[Shard, ShardRecord]]) -> dict[str, Any]:
         """Fields of `SideFigures` that a plain baseline does not share."""
-        night, side = self.night, plan.side
-        return {
-            "budget": night.manifest.generation.budgets.get(side),
-            "samples": report_samples(night, self.folder, side, plan),
-        }
+        budget = self.night.manifest.generation.budgets.get(plan.side)
+        return {"budget": budget, "samples": report_samples(self.night, self.folder, plan.side, plan)}
 
     def _stale(self, side: Side, quarantined: pa.ChunkedArray) -> pa.RecordBatchReader | None:
         """The earlier texts of entities in quarantine, marked as stale; None if there is no such text."""

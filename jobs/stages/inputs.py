@@ -285,9 +285,7 @@ def _control_texts(settings: Settings) -> set[str]:
     try:
         folder = tokenizer_folder(settings.model_dir, settings.decoding.adapter)
         added = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
-        contents = {
-            token["content"] for token in added if token["special"] or LOOKS_LIKE_CONTROL.match(token["content"])
-        }
+        contents = {of["content"] for of in added if of["special"] or LOOKS_LIKE_CONTROL.match(of["content"])}
     except (OSError, ValueError, KeyError, TypeError):  # a tokenizer of another kind, or a damaged one
         contents = set(control_tokens(load_tokenizer(settings.model_dir, settings.decoding.adapter)).values())
     return contents - {""}
@@ -339,15 +337,10 @@ def _content_sha256(table: pa.Table) -> str:
 def _described_embeddings(settings: Settings, tables: Tables) -> dict[str, dict[str, Any]]:
     described = {}
     for side in SIDES:
-        path = settings.routing.embeddings_of(side)
-        if path is None:
+        if (path := settings.routing.embeddings_of(side)) is None:
             continue
         embeddings = read_embeddings(path, side, id_column(tables.entities(side), f"{side}_id", f"{side}s"))
         num_rows = pq.read_metadata(path).num_rows
-        described[f"{side}_embeddings"] = {
-            "path": path.name,
-            "num_rows": num_rows,
-            "sha256": sha256_file(path),
-            "num_unknown_ids": num_rows - len(embeddings.ids),
-        }
+        facts = {"path": path.name, "num_rows": num_rows, "sha256": sha256_file(path)}
+        described[f"{side}_embeddings"] = facts | {"num_unknown_ids": num_rows - len(embeddings.ids)}
     return described

@@ -75,9 +75,7 @@ class _Page:
         self.lines += [f"# HELP {name} {about}", f"# TYPE {name} gauge"]
         for labels, value in known:
             label_pairs = ",".join(f'{key}="{text.translate(ESCAPES)}"' for key, text in labels.items())
-            self.lines.append(
-                f"{name}{{{label_pairs}}} {float(value):.17g}" if label_pairs else f"{name} {float(value):.17g}"
-            )
+            self.lines.append(f"{name}{f'{{{label_pairs}}}' if label_pairs else ''} {float(value):.17g}")
 
 
 @contextmanager
@@ -151,17 +149,11 @@ def _with_figures(page: _Page, night: NightMetrics, workspace: Path, is_running:
         return "\n".join([*page.lines, ""])
     _add_progress(page, events, manifest.path.parent, is_running)
     sides = (manifest.generation.sides or sides_so_far(events)).items()
-    entities = (
-        ({"side": side, "outcome": outcome}, getattr(figures, f"num_{outcome}"))
-        for side, figures in sides
-        for outcome in OUTCOMES
-    )
+    entities, quarantined = [], []
+    for side, figures in sides:
+        entities += [({"side": side, "outcome": name}, getattr(figures, f"num_{name}")) for name in OUTCOMES]
+        quarantined += [({"side": side, "reason": name}, num) for name, num in figures.quarantine_reasons.items()]
     page.add("entities", "Entities of the last run by outcome.", *entities)
-    quarantined = (
-        ({"side": side, "reason": reason}, num_rows)
-        for side, figures in sides
-        for reason, num_rows in figures.quarantine_reasons.items()
-    )
     page.add("quarantined", "Entities in quarantine by reason.", *quarantined)
     for name, about, value in OF_SIDES:
         page.add(name, about, *(({"side": side}, value(figures)) for side, figures in sides))
@@ -190,6 +182,6 @@ def _successes(workspace: Path) -> tuple[datetime.date | None, float | None]:
         return None, None
     published = None
     with suppress(LaserbatchError, ValueError):
-        run = opened.publication.run()
-        published = None if run is None else datetime.date.fromisoformat(run.date)
+        if (run := opened.publication.run()) is not None:
+            published = datetime.date.fromisoformat(run.date)
     return published, max(finished, default=None)

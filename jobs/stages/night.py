@@ -94,9 +94,8 @@ class Night:
 
     def routes(self, side: Side) -> Routes:
         """The pool group that each entity drafts from; none before the first pools are built."""
-        version, router = self.manifest.generation.pools.version, None
-        if version is not None:
-            router = Router.load(self.pools.folder(version) / "router" / side)
+        version = self.manifest.generation.pools.version
+        router = None if version is None else Router.load(self.pools.folder(version) / "router" / side)
         return side_routes(router, self.tables, side)
 
 
@@ -266,24 +265,11 @@ def _settings_of(manifest: RunManifest, here: Settings) -> Settings:
     """A run's settings, with the sections `NOT_OF_OUTPUT` of `here`; `here` itself if it names the run the same way."""
     if settings_hash(here.identity()) == manifest.origin.settings_hash:
         return here
-    elsewhere = {name: getattr(here, name) for name in NOT_OF_OUTPUT}
-    raw = copy.deepcopy(manifest.origin.settings) | elsewhere
-    try:
-        return Settings.model_validate(_without_unknown(raw, manifest.run_id))
-    except ValidationError as error:
-        keys = ", ".join(".".join(str(part) for part in item["loc"]) for item in error.errors())
-        raise ConfigError(
-            f"run {manifest.run_id} was made by laserbatch {manifest.origin.laserbatch_version} with settings that "
-            f"this version does not have ({keys}); use that version for it, or run the night again"
-        ) from None
-
-
-def _without_unknown(raw: dict[str, Any], run_id: str) -> dict[str, Any]:
-    """Remove the keys that this version does not have from settings, and print a line that names them."""
+    raw = copy.deepcopy(manifest.origin.settings) | {name: getattr(here, name) for name in NOT_OF_OUTPUT}
     try:
         Settings.model_validate(raw)
     except ValidationError as error:
-        unknown = [item["loc"] for item in error.errors() if item["type"] == "extra_forbidden"]
+        unknown = [fault["loc"] for fault in error.errors() if fault["type"] == "extra_forbidden"]
         for *sections, key in unknown:
             holder: Any = raw
             for name in sections:
@@ -291,8 +277,15 @@ def _without_unknown(raw: dict[str, Any], run_id: str) -> dict[str, Any]:
             holder.pop(key)
         if unknown:
             names = ", ".join(".".join(map(str, loc)) for loc in unknown)
-            say(f"run {run_id} has settings that this version does not have; they are ignored: {names}")
-    return raw
+            say(f"run {manifest.run_id} has settings that this version does not have; they are ignored: {names}")
+    try:
+        return Settings.model_validate(raw)
+    except ValidationError as error:
+        keys = ", ".join(".".join(map(str, fault["loc"])) for fault in error.errors())
+        raise ConfigError(
+            f"run {manifest.run_id} was made by laserbatch {manifest.origin.laserbatch_version} with settings that "
+            f"this version does not have ({keys}); use that version for it, or run the night again"
+        ) from None
 
 
 def current_pools(
@@ -362,13 +355,9 @@ def describe_pools(pools: PoolVersion | None) -> PoolsUsed:
 
 def pools_in_use(workspace: Workspace) -> set[str]:
     """The pool versions that unfinished runs draft from and need when they are resumed."""
-    used = set()
-    for run in workspace.runs():
-        if run.is_finished or run.is_held or not run.manifest_path.exists():
-            continue
-        if (manifest := unless_damaged(run.load_manifest)) is not None:  # otherwise it cannot be resumed
-            used.add(manifest.generation.pools.version)
-    return used - {None}
+    runs = [run for run in workspace.runs() if not (run.is_finished or run.is_held) and run.manifest_path.exists()]
+    manifests = [unless_damaged(run.load_manifest) for run in runs]  # a run with a damaged one cannot be resumed
+    return set(filter(None, (manifest and manifest.generation.pools.version for manifest in manifests)))
 
 
 def means(run: RunFolder, side: Side, columns: Sequence[str]) -> list[float | None]:

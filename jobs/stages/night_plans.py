@@ -119,28 +119,22 @@ class NightPlanner:
     def _warn_of_lost_texts(self, side: Side) -> None:
         """Warn of lost files of texts, since their entities look like new ones and are written again at a cost."""
         for path, num_rows in self.previous_folder.shards(side).lost() if self.previous_folder is not None else ():
-            logger.warning(
-                "%s is missing: its %s have no earlier text any more and count as new. To keep their texts, stop this"
-                " night and restore the file from a copy.",
-                path,
-                counted(num_rows, side),
-            )
+            why = f"its {counted(num_rows, side)} have no earlier text any more and count as new"
+            advice = "To keep their texts, stop this night and restore the file from a copy."
+            logger.warning("%s is missing: %s. %s", path, why, advice)
 
     def _rules(self, side: Side) -> WriteRules:
-        night = self.night
-        before = night.previous
+        before = self.night.previous
         quarantine = None if before is None else unless_damaged(partial(before.finished_quarantine, side))
-        unusable = unusable_texts(quarantine, night.date)
-        return WriteRules(night.manifest.origin.force, refresh=self._refresh(side), unusable=unusable)
+        unusable = unusable_texts(quarantine, self.night.date)
+        return WriteRules(self.night.manifest.origin.force, refresh=self._refresh(side), unusable=unusable)
 
     def _refresh(self, side: Side) -> Refresh | None:
         """The rules by which changed prompts are postponed; None: every changed prompt gets a new text."""
-        night, settings = self.night, self.night.settings.refresh
+        night, settings, before = self.night, self.night.settings.refresh, self.night.previous
         if settings == RefreshSettings() and not self._has_max_cost:
             return None
-        before = night.previous
-        budget = settings.max_tokens
-        if budget is not None:
+        if (budget := settings.max_tokens) is not None:
             other = load_plan(self.folder.root, "item" if side == "user" else "user")
             sizes = {name: night.tables.entities(name).num_rows for name in SIDES}
             budget = budget * sizes[side] / sum(sizes.values()) if other is None else budget - other.num_tokens

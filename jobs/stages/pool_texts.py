@@ -10,6 +10,7 @@ until a tenth of a side's texts have been written since.
 
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -162,10 +163,8 @@ def calibrate_side(night: Night, side: Side, run_texts: RunTexts, routes: Routes
     None if there are too few texts. `routes` has the pool group of each entity of the tables.
     """
     options = draft_options(night.settings.decoding, drafted_with(night, side))
-    drafted_from = _drafted_from(night, side)
-    if drafted_from is not None:
-        calibration = drafted_from.manifest.calibration
-        if calibration is not None:
+    if (drafted_from := _drafted_from(night, side)) is not None:
+        if (calibration := drafted_from.manifest.calibration) is not None:
             num_changed = calibration.num_texts_changed + num_written(night, side)
             calibration = calibration.model_copy(update={"num_texts_changed": num_changed})
         budgets = _valid_budgets(calibration, run_texts, drafted_from, options)
@@ -174,9 +173,8 @@ def calibrate_side(night: Night, side: Side, run_texts: RunTexts, routes: Routes
         rows = planned_rows(night, side, NUM_CALIBRATION_TEXTS)
         token_ids = run_texts.of_entities([row.entity_id for row in rows])
         is_form = form_tokens(night, side, token_ids)
-        texts = [
-            replay_text(row, token_ids[row.entity_id], row.group, is_form) for row in rows if row.entity_id in token_ids
-        ]
+        written = [row for row in rows if row.entity_id in token_ids]
+        texts = [replay_text(row, token_ids[row.entity_id], row.group, is_form) for row in written]
         num_with_previous = sum(text.previous_ids is not None for text in texts)
         if len(texts) < MIN_TEXTS or (budgets is not None and num_with_previous < MIN_CHANGED_TEXTS):
             return calibration
@@ -243,9 +241,7 @@ def _drafted_from(night: Night, side: Side) -> Pool | None:
     if version is None or version not in {entry.version for entry in night.pools.list() if entry.problem is None}:
         return None
     pool = night.pools.open(version, side, night.tokenizer_hash)
-    if pool is None:
-        return None
-    return pool if pool.settings == DraftSettings.of(night.settings.pools) else None
+    return pool if pool is not None and pool.settings == DraftSettings.of(night.settings.pools) else None
 
 
 def planned_rows(night: Night, side: Side, max_rows: int) -> list[RenderedRow]:
@@ -260,10 +256,8 @@ def planned_rows(night: Night, side: Side, max_rows: int) -> list[RenderedRow]:
     for number in np.unique(shard_of):
         shard_rows = read_shard(night.run.root / plan.shards[number].path)
         for row in (shard_rows[position - starts[number]] for position in positions[shard_of == number]):
-            try:
+            with suppress(RowError):
                 rows.append(RenderedRow(**vars(row), prompt=night.render(side, row.shown)))
-            except RowError:
-                continue
     return rows
 
 

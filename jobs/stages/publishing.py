@@ -73,11 +73,11 @@ def draw_report(run: RunFolder, manifest: RunManifest) -> None:
 
 def publish_run(workspace: Workspace, run: RunFolder, policy: PublishPolicy = "if-newer") -> None:
     """Publish a finished run by a policy, or print why not. May be called again."""
+    published = None
     try:
         published = workspace.publication.run()
     except WorkspaceError as error:
         say(f"{error} Run {run.run_id} replaces it")
-        published = None
     if policy == "never" or (published is not None and published.run_id == run.run_id):
         return
     how = f"{command_to_publish(run)} publishes it"
@@ -199,12 +199,8 @@ def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:
             f"again, or {command_to_publish(workspace.run(run_id))} with the night's --config. {error}"
         ) from None
     record_delivery(workspace.root, uri, run_id)
-    transferred = (
-        f"{counted(sent.num_files, 'file')} ({sent.num_bytes / 1e6:,.1f} MB) sent"
-        if sent.num_files
-        else "every file was there already"
-    )
-    say(f"run {run_id} is delivered to {uri}: {transferred}")
+    transferred = f"{counted(sent.num_files, 'file')} ({sent.num_bytes / 1e6:,.1f} MB) sent"
+    say(f"run {run_id} is delivered to {uri}: {transferred if sent.num_files else 'every file was there already'}")
     emit("delivered", run_id=run_id, to=uri, num_files=sent.num_files, num_bytes=sent.num_bytes)
 
 
@@ -214,11 +210,10 @@ def _run_there(workspace: Workspace, destination: Destination | LakeTables) -> s
     Such a run may have the same id, since an id depends only on the date and the settings.
     """
     run_id, uri = str(destination.published().get("run_id", "")), destination.uri
-    last = {place["to"]: place["run_id"] for place in last_deliveries(workspace.root)}
-    run = workspace.run(run_id) if run_id else None
-    if run is None:
-        is_ours = True
-    elif not run.root.is_dir():
+    if not run_id:
+        return ""
+    last, run = {place["to"]: place["run_id"] for place in last_deliveries(workspace.root)}, workspace.run(run_id)
+    if not run.root.is_dir():
         is_ours = last.get(uri.rstrip("/")) == run_id
     else:
         is_ours = destination.has(run) if isinstance(destination, Destination) else uri.rstrip("/") in last

@@ -25,15 +25,8 @@ from laserbatch.jobs.stages.variants import Variant, compare_variants, with_adap
 from laserbatch.pipeline.errors import ClusterFailed, ConfigError, EndpointGone, RunFailed, RunHeld, WorkspaceError
 from laserbatch.pipeline.knowledge.templates import SHIPPED_TEMPLATES, load_template
 from laserbatch.pipeline.sides import SIDES
-from laserbatch.pipeline.storage.atomic import (
-    atomic_folder,
-    canonical_json,
-    link_file,
-    read_json,
-    remove_folder,
-    remove_leftovers,
-    write_json,
-)
+from laserbatch.pipeline.storage import atomic
+from laserbatch.pipeline.storage.atomic import canonical_json, read_json, remove_folder
 from laserbatch.pipeline.storage.lock import hold_lock
 from laserbatch.pipeline.storage.manifest import changed_settings, make_run_id, settings_hash
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -64,8 +57,8 @@ class Experiment:
             templates = [load_template(knowledge.template_of(side), knowledge.template_dir) for side in SIDES]
             prompts = settings_hash({"templates": [template.model_dump(mode="json") for template in templates]})
             variants[name] = of_variant.identity() | {"prompts": prompts[:16]}
-        return {"date": self.date.isoformat(), "num_users": self.num_users, "num_items": self.num_items,
-                "variants": variants}  # fmt: skip
+        sizes = {"num_users": self.num_users, "num_items": self.num_items}
+        return {"date": self.date.isoformat(), **sizes, "variants": variants}
 
     @property
     def default_name(self) -> str:
@@ -112,7 +105,7 @@ def run_experiment(workspace: Workspace, name: str, experiment: Experiment) -> d
     folder = workspace.experiment(name)
     folder.mkdir(parents=True, exist_ok=True)
     with hold_lock(folder):
-        remove_leftovers(folder)
+        atomic.remove_leftovers(folder)
         sample = _sampled(folder, experiment)
         variants, failed = [], {}
         for number, (variant, of_variant) in enumerate(experiment.settings.items(), 1):
@@ -130,7 +123,7 @@ def run_experiment(workspace: Workspace, name: str, experiment: Experiment) -> d
         comparison = read_json(result) if result.exists() else {}
         if comparison.get("runs") != runs:
             comparison = {"runs": runs} | compare_variants(variants, folder / "tables")
-            write_json(comparison, result)
+            atomic.write_json(comparison, result)
         return {"experiment": name, "folder": str(folder), "sample": sample, **comparison, "failed": failed}
 
 
@@ -168,7 +161,7 @@ def _sampled(folder: Path, experiment: Experiment) -> dict[str, Any]:
             for side in SIDES:
                 require_template_columns(source, of_variant, side)
             require_plain_words(of_variant)
-        with atomic_folder(folder / "tables", overwrite=True) as made:
+        with atomic.atomic_folder(folder / "tables", overwrite=True) as made:
             opened = open_tables(source, first.tables.keep_duplicates)
             sample = write_sample(opened, made, experiment.date, experiment.num_users, experiment.num_items)
             _require_judges(made, experiment)
@@ -180,7 +173,7 @@ def _sampled(folder: Path, experiment: Experiment) -> dict[str, Any]:
         f"{percent(sample.share_kept)} of these users' interactions up to {experiment.date}, and "
         f"{counted(sample.num_later, 'later interaction')} to judge by"
     )
-    write_json({"spec": experiment.spec, "inputs": describe(source), "sample": asdict(sample)}, path)
+    atomic.write_json({"spec": experiment.spec, "inputs": describe(source), "sample": asdict(sample)}, path)
     return asdict(sample)
 
 
@@ -202,17 +195,11 @@ def _require_judges(tables: Path, experiment: Experiment) -> None:
 
 def _tried(folder: Path, name: str, settings: Settings, date: datetime.date) -> Variant:
     """Run the night of a variant on the sample, unless an earlier call did. Raises the errors of `run_night`."""
-    unlimited = settings.refresh.model_copy(update={"max_tokens": None})
-    apart = settings.model_copy(
-        update={
-            "workspace": folder / name,
-            "tables": settings.tables.model_copy(update={"path": folder / "tables"}),
-            "refresh": unlimited,
-            "night": settings.night.model_copy(update={"train_ctr": False}),
-            "deliver_to": None,
-            "metrics": MetricsSettings(),
-        }
-    )
+    update = {"workspace": folder / name, "deliver_to": None, "metrics": MetricsSettings()}
+    update["tables"] = settings.tables.model_copy(update={"path": folder / "tables"})
+    update["refresh"] = settings.refresh.model_copy(update={"max_tokens": None})
+    update["night"] = settings.night.model_copy(update={"train_ctr": False})
+    apart = settings.model_copy(update=update)
     workspace = Workspace.open(apart.workspace)
     edition = newest_edition(workspace, date, apart.identity())
     run = workspace.run(make_run_id(date, apart.identity(), edition))
@@ -221,7 +208,7 @@ def _tried(folder: Path, name: str, settings: Settings, date: datetime.date) -> 
         # The step cost of a model is the same for all variants.
         for other in (Workspace(settings.workspace), *Workspace(folder).within()):
             for path in other.step_costs_folder.glob("*.json") if other.root != workspace.root else ():
-                link_file(path, workspace.step_costs_folder / path.name)
+                atomic.link_file(path, workspace.step_costs_folder / path.name)
         with suppress(RunHeld):
             run_night(apart, date, policy="never")
     night = open_run(apart, run.run_id)

@@ -170,16 +170,12 @@ def emit_begin(
     expected_tokens: Mapping[Side, float | None] = MappingProxyType({}),
 ) -> None:
     """Emit the event `shards_begin`: by side, how many shards and rows the stage has, and how many are done."""
-    sides = {side: _planned(side, pending, finished[side], folder) for side in finished}
+    sides = {}
+    for side, records in finished.items():
+        rows = [shard.num_rows for shard in pending if shard.side == side]
+        done = finished_counts(records.values(), folder.shards(side))
+        sides[side] = {"shards": len(rows) + done["shards"], "rows": sum(rows) + done["rows"], "done": done}
     emit("shards_begin", of=label, sides=sides, expected_tokens=dict(expected_tokens))
-
-
-def _planned(side: Side, pending: Sequence[Shard], finished: Finished, folder: RunFolder) -> dict[str, Any]:
-    """The counts of a side in the event `shards_begin`: shards and rows over all attempts, and how many are done."""
-    shards = [shard for shard in pending if shard.side == side]
-    done = finished_counts(finished.values(), folder.shards(side))
-    num_rows = sum(shard.num_rows for shard in shards)
-    return {"shards": len(shards) + done["shards"], "rows": num_rows + done["rows"], "done": done}
 
 
 def _named(shard: Shard) -> dict[str, object]:

@@ -72,8 +72,9 @@ def _make_spans(events: list[dict[str, Any]], tracer: Any) -> None:
         attributes = _attributes({"run_id": events[0]["run_id"]} | facts)
         return tracer.start_span(name, parent, attributes=attributes, start_time=start_ns)
 
+    time_ns = 0
     for event in events:
-        time_ns = _time_ns(event)
+        time_ns = int(datetime.datetime.fromisoformat(event["time"]).timestamp() * 1e9)
         if event["event"] == "run_begin":
             open_spans.append(begin("attempt", time_ns, {"date": event["date"]}))
         elif event["event"] == "stage_begin":
@@ -95,12 +96,8 @@ def _make_spans(events: list[dict[str, Any]], tracer: Any) -> None:
                 span.set_attributes(_attributes({"exit_code": event["exit_code"]}))
                 span.set_status(StatusCode.ERROR, event["error"])
     for span in reversed(open_spans):
-        span.end(_time_ns(events[-1]))
+        span.end(time_ns)
 
 
 def _attributes(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {f"laserbatch.{name}": value for name, value in facts.items()}
-
-
-def _time_ns(event: Mapping[str, Any]) -> int:
-    return int(datetime.datetime.fromisoformat(event["time"]).timestamp() * 1e9)

@@ -29,8 +29,6 @@ from laserbatch.pipeline.tables.schema import TABLE_NAMES
 from laserbatch.pipeline.tables.streamed import open_tables
 from laserbatch.retrieval_pools.step_cost import StepCost
 
-MILLION = 1e6
-
 
 @dataclass(frozen=True)
 class Variant:
@@ -90,15 +88,14 @@ def framework_of(run: RunFolder) -> str | None:
     return frameworks.pop() if len(frameworks) == 1 else None
 
 
-def with_adaptor(options: CtrOptions, framework: str) -> CtrOptions:
+def with_adaptor(options: CtrOptions, framework: str | None) -> CtrOptions:
     """The options with the adaptor of a framework, if it has one."""
     return options.model_copy(update={"adaptor": framework}) if framework in get_args(AdaptorName) else options
 
 
 def _variant(name: str, settings: Settings, run_id: str, adaptor: str | None = None) -> Variant:
     night = open_run(settings, run_id)
-    ctr = night.settings.ctr if adaptor is None else with_adaptor(night.settings.ctr, adaptor)
-    return Variant(name, night, CtrSettings.of(ctr))
+    return Variant(name, night, CtrSettings.of(with_adaptor(night.settings.ctr, adaptor)))
 
 
 def _of_one_date(runs_of: Mapping[str, Sequence[RunFolder]]) -> dict[str, RunFolder]:
@@ -166,12 +163,9 @@ def compare_variants(variants: Sequence[Variant], tables: Path | str) -> dict[st
     # The most lift an hour first; variants without hours last, by lift.
     rows.sort(key=lambda row: (row["lift_per_hour"] is None,
                                -(row["lift_per_hour"] or row["lift"]["all"]["mean_difference"])))  # fmt: skip
-    between = [
-        {"variant": variant, "over": other} | asdict(verdict) for (variant, other), verdict in lifts.between.items()
-    ]  # fmt: skip
-    date = variants[0].night.date.isoformat()
-    return {"date": date, "rows": lifts.split, "item_rate": asdict(lifts.item_rate), "variants": rows,
-            "between": between}  # fmt: skip
+    between = [{"variant": name, "over": other} | asdict(verdict) for (name, other), verdict in lifts.between.items()]
+    data = {"date": variants[0].night.date.isoformat(), "rows": lifts.split, "item_rate": asdict(lifts.item_rate)}
+    return data | {"variants": rows, "between": between}
 
 
 def _variant_figures(variant: Variant, step_cost: StepCost | None) -> dict[str, Any]:
@@ -229,4 +223,4 @@ def cost_of_a_million(night: Night, step_cost: StepCost | None = None) -> float 
         if each is None:
             return None
         total, num_entities = total + each * figures.num_entities, num_entities + figures.num_entities
-    return MILLION * total / num_entities if num_entities else None
+    return 1e6 * total / num_entities if num_entities else None
