@@ -8,24 +8,14 @@ from functools import wraps
 MISSING = "–"
 
 SOURCE_LABELS = {
-    "pool": "pool",
-    "previous": "own previous text",
-    "prompt": "own prompt",
-    "output": "own output",
-    "aligned": "AASD alternatives",
-    "lookahead": "lookahead n-grams",
-    "model": "small model",
-    "head": "trained head",
-    "form": "form of the answer",
-    "target": "the model itself",
-}
+    "pool": "pool", "previous": "own previous text", "prompt": "own prompt", "output": "own output",
+    "aligned": "AASD alternatives", "lookahead": "lookahead n-grams", "model": "small model", "head": "trained head",
+    "form": "form of the answer", "target": "the model itself",
+}  # fmt: skip
 ROUTE_LABELS = {
-    "collaborative": "collaborative group",
-    "attribute": "attribute group",
-    "random": "random group",
-    "global": "one global pool",
-    "none": "no pool",
-}
+    "collaborative": "collaborative group", "attribute": "attribute group", "random": "random group",
+    "global": "one global pool", "none": "no pool",
+}  # fmt: skip
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:

@@ -164,13 +164,10 @@ def _audited(audit: AuditFigures | None) -> Iterator[GateFigures]:
         if comparison.num_pairs < MIN_PAIRS:
             yield GateFigures("audit", side, reason="too few texts were compared with plain texts to judge")
             continue
-        values = {
-            "length beside plain": max(comparison.length_ratio, 1 / max(comparison.length_ratio, 1e-9)),
-            "cosine with plain": comparison.cosine,
-            "added repetition": comparison.repetition.surely_worse,
-            "lost fields": comparison.fields.surely_worse,
-            "added names": comparison.names.surely_worse,
-        }
+        factor = max(comparison.length_ratio, 1 / max(comparison.length_ratio, 1e-9))
+        values = {"length beside plain": factor, "cosine with plain": comparison.cosine}
+        values |= {"added repetition": comparison.repetition.surely_worse}
+        values |= {"lost fields": comparison.fields.surely_worse, "added names": comparison.names.surely_worse}
         yield from (GateFigures(gate, side, value) for gate, value in values.items())
     yield from (GateFigures("audit", side, reason=reason) for side, reason in audit.skipped_sides.items())
 
@@ -190,9 +187,8 @@ def _auc(figures: CtrFigures) -> GateFigures:
     """The AUC gate, from the comparison with plain texts of this run, or of an earlier run that can be judged."""
     verdict = figures.equivalence.get("all")
     if verdict is None or verdict.high is None:
-        return GateFigures(
-            "AUC", reason=figures.skipped or "no interval against plain texts (too few seeds or test rows)"
-        )
+        why = figures.skipped or "no interval against plain texts (too few seeds or test rows)"
+        return GateFigures("AUC", reason=why)
     note = "" if figures.judged_run_id is None else f"measured on {age_of_judged(figures)}"
     return GateFigures("AUC", value=verdict.high, limit=-verdict.margin, reason=note)
 
@@ -252,8 +248,7 @@ def _drift(
     are_enough = len(judged) >= MIN_TEXTS_JUDGED
     for batch in iter_parquet(previous.knowledge_folder(side), names) if previous and are_enough else ():
         if batch.schema.field("entity_id").type == judged.type:
-            rows = pa.Table.from_batches([batch]).filter(pc.is_in(batch["entity_id"], value_set=judged))
-            parts.append(rows)
+            parts.append(pa.Table.from_batches([batch.filter(pc.is_in(batch["entity_id"], value_set=judged))]))
     last = pa.concat_tables(parts)
     if previous is None or last.num_rows < MIN_TEXTS_JUDGED:
         yield from (GateFigures(name, side, reason=TOO_FEW) for name in ("length", "vector drift"))
@@ -287,8 +282,7 @@ def _sample(run: RunFolder, figures: SideFigures) -> pa.Table:
         for batch in iter_parquet(run.root / shard.file, names):
             parts.append(pa.Table.from_batches([batch]).take(np.arange(first, batch.num_rows, stride)))
             first = (first - batch.num_rows) % stride
-    if not parts:
-        return knowledge_schema(pa.string()).empty_table().select(names)
+    parts = parts or [knowledge_schema(pa.string()).empty_table().select(names)]
     return pa.concat_tables(parts).combine_chunks()
 
 
@@ -298,12 +292,8 @@ def _vectors(
     """Ids and vectors, float32 (n, dim), of entities, in file order, from at most `max_groups` row groups."""
     key, ids, rows = f"{side}_id", [entity_ids[:0]], [np.zeros((0, 0), np.float32)]
     files = parquet_files(run.features_path(side)) if len(entity_ids) else []
-    groups = [
-        (path, number)
-        for path in files
-        for number, batch in enumerate(iter_parquet(path, [key]))
-        if pc.any(pc.is_in(batch[key], value_set=entity_ids)).as_py()
-    ]
+    groups = [(path, number) for path in files for number, batch in enumerate(iter_parquet(path, [key]))
+              if pc.any(pc.is_in(batch[key], value_set=entity_ids)).as_py()]  # fmt: skip
     stride = -(-len(groups) // (max_groups or max(len(groups), 1))) or 1
     for path, number in groups[::stride]:
         for batch in iter_parquet(path, [key, "vector"], [number]):

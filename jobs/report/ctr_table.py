@@ -65,15 +65,10 @@ def ctr_lead(figures: CtrFigures) -> str:
     reason = f"This run cannot be judged yet; these figures are of {age_of_judged(figures)}. "
     lead = reason if figures.judged_run_id else ""
     lead += f"Each model was trained with {seeds}, on interactions split by time ({parts})."
-    shares = [
-        f"{percent(split[name] / split['test'], 1)} are of {entities}"
-        for name, entities in (
-            ("test_unseen", "users unseen in training"),
-            ("test_cold", "cold users"),
-            ("test_one_label", "users with only positives or only negatives, whom AUC counts and GAUC does not"),
-        )
-        if name in split and split.get("test")
-    ]
+    one_label = "users with only positives or only negatives, whom AUC counts and GAUC does not"
+    kinds = {"test_unseen": "users unseen in training", "test_cold": "cold users", "test_one_label": one_label}
+    counts = {users: split[name] for name, users in kinds.items() if name in split and split.get("test")}
+    shares = [f"{percent(number / split['test'], 1)} are of {users}" for users, number in counts.items()]
     return lead + (f" Of the test rows, {'; '.join(shares)}." if shares else "")
 
 
@@ -122,9 +117,7 @@ def _power(judged: CtrVerdict) -> str:
     if judged.power is None:
         return f"{NO_INTERVAL}: raise ctr.num_seeds, or use an earlier date."
     sentence = f"If the texts are equally good, {percent(judged.power)} of such comparisons find them “as good”"
-    ways = []
-    if judged.seeds_needed is not None:
-        ways.append(f"{judged.seeds_needed} seeds (ctr.num_seeds)")
+    ways = [] if judged.seeds_needed is None else [f"{judged.seeds_needed} seeds (ctr.num_seeds)"]
     if judged.rows_needed is not None:
         ways.append(f"{count(judged.rows_needed)} test rows, from more users (an earlier date has more)")
     if judged.power >= POWER_ENOUGH:
@@ -139,10 +132,7 @@ def _against_plain(verdict: CtrVerdict | None) -> dict[str, str]:
         return {"AUC vs plain": MISSING, "Verdict": ""}
     mean, low, high = (decimal(value, 4, signed=True) for value in (verdict.mean_difference, verdict.low, verdict.high))
     interval = "" if verdict.low is None else f" [{low}, {high}]"
-    return {
-        "AUC vs plain": mean + interval,
-        "Verdict": "as good" if verdict.verdict == "equivalent" else verdict.verdict,
-    }
+    return {"AUC vs plain": mean + interval, "Verdict": verdict.verdict.replace("equivalent", "as good")}
 
 
 def variant_table(comparison: Mapping[str, Any]) -> Table:
@@ -167,11 +157,8 @@ def variant_table(comparison: Mapping[str, Any]) -> Table:
 
 def audit_table(variants: Sequence[Mapping[str, Any]]) -> Table | None:
     """A table that compares each variant's texts with plain texts of the same prompts; None if none were compared."""
-    rows = [
-        {"Variant": variant["variant"], "Side": side} | audit_row(figures, digits=0)
-        for variant in variants
-        for side, figures in variant["audit"].items()
-    ]
+    rows = [{"Variant": variant["variant"], "Side": side} | audit_row(figures, digits=0)
+            for variant in variants for side, figures in variant["audit"].items()]  # fmt: skip
     caption = "Means; those of plain texts in parentheses. The report of a night explains the columns."
     return Table("Texts compared with plain texts", rows, ("Variant", "Side"), caption) if rows else None
 
@@ -215,5 +202,4 @@ def _verdict(figures: Mapping[str, Any], between: str = "\n") -> str:
     parts = [decimal(figures["mean_difference"], 4, signed=True)]
     if figures["low"] is not None:
         parts.append(f"±{decimal(figures['high'] - figures['mean_difference'], 4)}")
-    verdict: str = figures["verdict"]
-    return between.join([*parts, WORDS.get(verdict, verdict)])
+    return between.join([*parts, WORDS.get(figures["verdict"], figures["verdict"])])

@@ -22,12 +22,8 @@ _UNCALIBRATED = (
     f"later one {MIN_TEXTS} that tonight wrote. Until then relative counts are used as probabilities of acceptance."
 )
 ROUTE_COLOURS = {
-    "collaborative": "#0b4f8a",
-    "attribute": "#7fb2de",
-    "random": "#e69f00",
-    "global": "#f0d58a",
-    "none": "#d5dae0",
-}
+    "collaborative": "#0b4f8a", "attribute": "#7fb2de", "random": "#e69f00", "global": "#f0d58a", "none": "#d5dae0",
+}  # fmt: skip
 
 
 def drafts_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
@@ -41,9 +37,7 @@ def drafts_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
     ]
     if has_drafts:
         blocks.append(_by_source(written))
-    used: dict[Side, PoolFigures] = {
-        name: pool for name in SIDES if (pool := getattr(manifest.generation.pools, name)) is not None
-    }
+    used = {name: pool for name in SIDES if (pool := getattr(manifest.generation.pools, name)) is not None}
     built = manifest.pools_built
     if lacking := [side.label for side in sides if side.name not in used]:
         blocks.append(Note(f"{' and '.join(lacking)} had no pool to draft from."))
@@ -53,34 +47,24 @@ def drafts_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
         blocks.append(Note(f"{' and '.join(unbuilt)}: {_UNBUILT}"))
     if uncalibrated := [side.label for side in sides if (pool := built.get(side.name)) and pool.is_calibrated is False]:
         blocks.append(Note(f"{' and '.join(uncalibrated)}: {_UNCALIBRATED}"))
-    rows = [
-        _pool_row(name, use, pools[name])
-        for name in SIDES
-        for use, pools in (("tonight", used), ("next night", built))
-        if name in pools
-    ]
-    if rows:
+    both = [("tonight", used), ("next night", built)]
+    if rows := [_pool_row(name, use, pools[name]) for name in SIDES for use, pools in both if name in pools]:
         blocks.append(Table("Pools", rows, ("Side", "Use", "Version", "Built")))
     return Section("drafts", "Drafts and pools", blocks)
 
 
 def _origins(sides: list[SideReport]) -> Figure:
-    stats = [side.figures.stats for side in sides]
-    drafted = [
-        Series(SOURCE_LABELS[name], [part.accepted_by_source.get(name, 0) for part in stats], colour)
-        for name, colour in SOURCE_COLOURS.items()
-        if any(_is_used(part, name) for part in stats)
-    ]
-    undrafted = [
-        part.num_tokens - sum(part.accepted_by_source.get(name, 0) for name in SOURCE_COLOURS) for part in stats
-    ]
-    return stacked_shares(
-        "Where the written tokens came from",
-        [side.label for side in sides],
-        [*drafted, Series(SOURCE_LABELS["target"], undrafted, PLAIN)],
-        "share of the side's written tokens",
-        "“The model itself”: bonus tokens and corrections, one per step.",
-    )
+    stats, undrafted = [side.figures.stats for side in sides], [side.figures.stats.num_tokens for side in sides]
+    series = []
+    for name, colour in SOURCE_COLOURS.items():
+        accepted = [part.accepted_by_source.get(name, 0) for part in stats]
+        undrafted = [left - number for left, number in zip(undrafted, accepted, strict=True)]
+        if any(_is_used(part, name) for part in stats):
+            series.append(Series(SOURCE_LABELS[name], accepted, colour))
+    series.append(Series(SOURCE_LABELS["target"], undrafted, PLAIN))
+    title, measured = "Where the written tokens came from", "share of the side's written tokens"
+    caption = "“The model itself”: bonus tokens and corrections, one per step."
+    return stacked_shares(title, [side.label for side in sides], series, measured, caption)
 
 
 def _by_source(sides: list[SideReport]) -> Table:
@@ -90,15 +74,9 @@ def _by_source(sides: list[SideReport]) -> Table:
         for name in SOURCE_COLOURS:
             if _is_used(stats, name):
                 drafted, accepted = stats.drafted_by_source.get(name, 0), stats.accepted_by_source.get(name, 0)
-                rows.append(
-                    {
-                        "Side": side.label,
-                        "Source": SOURCE_LABELS[name],
-                        "Drafted": count(drafted),
-                        "Accepted": count(accepted),
-                        "Accepted of drafted": percent(ratio(accepted, drafted)),
-                    }
-                )
+                row = {"Side": side.label, "Source": SOURCE_LABELS[name], "Drafted": count(drafted)}
+                row |= {"Accepted": count(accepted), "Accepted of drafted": percent(ratio(accepted, drafted))}
+                rows.append(row)
     caption = "A draft is a tree, and at most one of its paths is accepted. Shares are of all drafted tokens."
     return Table("Drafted and accepted by source", rows, ("Side", "Source"), caption)
 
@@ -108,33 +86,18 @@ def _is_used(stats: DecodingStats, source: str) -> bool:
 
 
 def _routes(sides: list[SideReport]) -> Figure:
-    routes = [side.figures.routes for side in sides]
-    return stacked_shares(
-        "Where the router sent entities",
-        [side.label for side in sides],
-        [
-            Series(label, [counts.get(name, 0) for counts in routes], ROUTE_COLOURS[name])
-            for name, label in ROUTE_LABELS.items()
-            if any(counts.get(name) for counts in routes)
-        ],
-        "share of the side's entities",
-        "Collaborative: entities known well enough for a cluster of tastes. Attribute: all others, cold ones too.",
-    )
+    counts = {name: [side.figures.routes.get(name, 0) for side in sides] for name in ROUTE_LABELS}
+    series = [Series(ROUTE_LABELS[name], of, ROUTE_COLOURS[name]) for name, of in counts.items() if any(of)]
+    title, measured = "Where the router sent entities", "share of the side's entities"
+    caption = "Collaborative: entities known well enough for a cluster of tastes. Attribute: all others, cold ones too."
+    return stacked_shares(title, [side.label for side in sides], series, measured, caption)
 
 
 def _pool_row(name: Side, use: str, pool: PoolFigures) -> dict[str, str]:
-    is_built = isinstance(pool, PoolBuilt)
-    how = MISSING
-    if is_built:
+    how = took = MISSING
+    if isinstance(pool, PoolBuilt):
         merged = f"merged from the earlier version, {counted(pool.num_texts_changed, 'text')} sorted"
-        how = merged if pool.incremental else "whole"
-    return {
-        "Side": SIDE_LABELS[name],
-        "Use": use,
-        "Version": pool.version,
-        "Texts": count(pool.num_texts),
-        "Tokens": count(pool.num_tokens),
-        "Groups": count(len(pool.groups)),
-        "Built": how,
-        "Build time": seconds(pool.build_s) if is_built else MISSING,
-    }
+        how, took = merged if pool.incremental else "whole", seconds(pool.build_s)
+    row = {"Side": SIDE_LABELS[name], "Use": use, "Version": pool.version, "Texts": count(pool.num_texts)}
+    row |= {"Tokens": count(pool.num_tokens), "Groups": count(len(pool.groups))}
+    return row | {"Built": how, "Build time": took}

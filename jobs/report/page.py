@@ -113,9 +113,8 @@ def headline(manifest: RunManifest, sides: list[SideReport]) -> Markup:
     if not entities:
         return Markup().join([*phrases, "there was no entity to write about"])
     if carried == entities:
-        return Markup().join(
-            [*phrases, strong(f"all {count(entities)}"), " entities were unchanged and kept their text"]
-        )
+        whole = strong(f"all {count(entities)}")
+        return Markup().join([*phrases, whole, " entities were unchanged and kept their text"])
     verb = "rewritten" if manifest.judgement.previous_night else "written"
     phrases += [strong(f"{count(generated)} of {count(entities)}"), f" entities {verb}"]
     if manifest.status != "failed":
@@ -136,15 +135,14 @@ def _factors(sides: list[SideReport]) -> list[str]:
 
 def _judgement(manifest: RunManifest, sides: list[SideReport]) -> str:
     """The verdict of the CTR comparison; empty if no text can differ from plain decoding's."""
-    verdicts = {
-        model: judged.verdict for model, judged in manifest.judgement.ctr.equivalence.items() if model != ALL_MODELS
-    }
+    judged = manifest.judgement.ctr
+    verdicts = {model: verdict.verdict for model, verdict in judged.equivalence.items() if model != ALL_MODELS}
     if not verdicts or not any(side.figures.num_carried_over or side.figures.stats.has_guesses for side in sides):
         return ""
     worse = [model for model, verdict in verdicts.items() if verdict == "worse"]
     unharmed = [model for model, verdict in verdicts.items() if verdict in ("equivalent", "better")]
     undecided = [model for model, verdict in verdicts.items() if verdict == "undecided"]
-    of = f" (of {age_of_judged(manifest.judgement.ctr)})" if manifest.judgement.ctr.judged_run_id else ""
+    of = f" (of {age_of_judged(judged)})" if judged.judged_run_id else ""
     if worse:
         return f"; AUC is worse with {' and '.join(worse)}{of}"
     if not unharmed:
@@ -179,12 +177,9 @@ def _ctr_figure(manifest: RunManifest) -> KeyFigure:
     if not gains:
         return KeyFigure("wall time", seconds(sum(manifest.stages.values())), ["all stages"])
     median = decimal(statistics.median(gain.auc for gain in gains), 4, signed=True)
-    notes = [f"median of {counted(len(gains), 'model')}"]
-    is_shown = all(gain.is_shown for gain in gains)
-    if not is_shown:
-        notes = [f"{median}, {notes[0]}, but not above the spread of seeds with every model"]
-    overall = manifest.judgement.ctr.equivalence.get(ALL_MODELS)
-    if overall is not None:
+    is_shown, note = all(gain.is_shown for gain in gains), f"median of {counted(len(gains), 'model')}"
+    notes = [note if is_shown else f"{median}, {note}, but not above the spread of seeds with every model"]
+    if (overall := manifest.judgement.ctr.equivalence.get(ALL_MODELS)) is not None:
         notes.append(f"{decimal(overall.mean_difference, 4, signed=True)} against plain texts")
     return KeyFigure("AUC from knowledge", median if is_shown else "not shown", notes)
 

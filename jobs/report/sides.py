@@ -43,12 +43,10 @@ def sides_of(manifest: RunManifest) -> list[SideReport]:
     before = manifest.judgement.previous_night.sides if manifest.judgement.previous_night is not None else {}
     sides = []
     for name in SIDES:
-        if name in manifest.generation.sides:
-            previous_night = before.get(name)
+        if (figures := manifest.generation.sides.get(name)) is not None:
             plain = manifest.generation.plain.get(name)
             of_same = plain and (_counted(plain.stats_of_tonight) or _counted(plain.stats))
-            figures = manifest.generation.sides[name]
-            sides.append(SideReport(name, figures, _counted(figures.stats), _counted(previous_night), of_same))
+            sides.append(SideReport(name, figures, _counted(figures.stats), _counted(before.get(name)), of_same))
     return sides
 
 

@@ -74,21 +74,15 @@ def _forecast(sides: list[SideReport]) -> Table:
     """A table of the budgets and why they were chosen, with measured values and forecasts."""
     rows = []
     for side in sides:
-        stats, budget = side.figures.stats, side.figures.budget
-        if budget is None:
+        if (budget := side.figures.budget) is None:
             continue
-        forecast = budget.forecast
-        rows.append(
-            {
-                "Side": side.label,
-                "Largest tree": count(budget.max_draft_tokens),
-                "Threshold": decimal(budget.min_acceptance) if budget.max_draft_tokens else MISSING,
-                "Drafted/step (forecast)": _beside(stats.drafted_per_step, forecast.mean_drafted),
-                "Tokens/step (forecast)": _beside(stats.tokens_per_step, forecast.tokens_per_step),
-                "vs plain, full batches": times(forecast.speed_up) if budget.max_draft_tokens else MISSING,
-                "Why": forecast.reason,
-            }
-        )
+        stats, forecast, drafts = side.figures.stats, budget.forecast, budget.max_draft_tokens > 0
+        row = {"Side": side.label, "Largest tree": count(budget.max_draft_tokens)}
+        row["Threshold"] = decimal(budget.min_acceptance) if drafts else MISSING
+        row["Drafted/step (forecast)"] = _beside(stats.drafted_per_step, forecast.mean_drafted)
+        row["Tokens/step (forecast)"] = _beside(stats.tokens_per_step, forecast.tokens_per_step)
+        row["vs plain, full batches"] = times(forecast.speed_up) if drafts else MISSING
+        rows.append(row | {"Why": forecast.reason})
     return Table(
         "Draft budgets: result and forecast",
         rows,

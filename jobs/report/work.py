@@ -1,6 +1,7 @@
 """The sections about work and cost, gates, sample texts, and inputs."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import yaml
 
@@ -31,16 +32,11 @@ def work_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
     if num_copies := manifest.origin.inputs.get("interactions", {}).get("num_copies"):
         blocks.append(Note(f"Interactions left out as exact copies of another one: {count(num_copies)}."))
     if busy:
-        blocks.append(
-            stacked_shares(
-                "Entities by outcome",
-                [side.label for side in busy],
-                [Series(name, [getattr(side.figures, key) for side in busy], colour) for key, name, colour in OUTCOMES],
-                "share of the side's entities",
-                f"{' '.join(map(_outcomes, busy))} Carried over: prompt, template, model and decoding options are the "
-                "same as for the last text.",
-            )
-        )
+        series = [Series(name, [getattr(side.figures, key) for side in busy], colour) for key, name, colour in OUTCOMES]
+        measured, caption = "share of the side's entities", " ".join(map(_outcomes, busy))
+        caption += " Carried over: prompt, template, model and decoding options are the same as for the last text."
+        labels = [side.label for side in busy]
+        blocks.append(stacked_shares("Entities by outcome", labels, series, measured, caption))
     if manifest.stages:
         rows = [{"Stage": name, "Wall time": seconds(wall_s)} for name, wall_s in manifest.stages.items()]
         caption = "In the order of the run; the times of all attempts at the run are added up."
@@ -52,16 +48,11 @@ def work_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
         blocks.append(_endpoint(generation.endpoint, generation.external_corpus))
     elif generation.workers is not None and manifest.stages and busy:
         blocks.append(_cost(generation.workers, manifest.stages, busy))
-    reasons = [
-        {
-            "Side": side.label,
-            "Reason": reason,
-            "Rows": count(number),
-            "Share of the side": percent(ratio(number, side.figures.num_entities)),
-        }
-        for side in sides
-        for reason, number in sorted(side.figures.quarantine_reasons.items(), key=lambda item: (-item[1], item[0]))
-    ]
+    reasons = []
+    for side in sides:
+        for why, number in sorted(side.figures.quarantine_reasons.items(), key=lambda item: (-item[1], item[0])):
+            share = percent(ratio(number, side.figures.num_entities))
+            reasons.append({"Side": side.label, "Reason": why, "Rows": count(number), "Share of the side": share})
     caption = "These entities got no new text tonight; the run's quarantine folder has each row with its reason."
     if reasons:
         blocks.append(Table("Quarantined rows by reason", reasons, ("Side", "Reason"), caption))
@@ -75,17 +66,11 @@ def gates_section(manifest: RunManifest) -> Section:
         return Section("gates", "Gates", [Note("This run was not judged.")])
     judged = [gate for gate in manifest.judgement.gates if gate.value is not None]
     judged.sort(key=lambda gate: (*SIDES, None).index(gate.side))
-    rows = [
-        {
-            "Side": "Both" if gate.side is None else SIDE_LABELS[gate.side],
-            "Gate": gate.gate,
-            "Value": shown(gate, gate.value),
-            "Limit": shown(gate, gate.limit),
-            "Verdict": gate.verdict,
-            "Meaning": gate_sentence(gate),
-        }
-        for gate in judged
-    ]
+    rows = []
+    for gate in judged:
+        row = {"Side": "Both" if gate.side is None else SIDE_LABELS[gate.side], "Gate": gate.gate}
+        row |= {"Value": shown(gate, gate.value), "Limit": shown(gate, gate.limit)}
+        rows.append(row | {"Verdict": gate.verdict, "Meaning": gate_sentence(gate)})
     caption = "If a gate blocks, the run is not published and the next night does not build on it."
     strong = [number for number, gate in enumerate(judged) if gate.verdict != "passes"]
     table = Table("Values judged before publication", rows, ("Side", "Gate", "Verdict", "Meaning"), caption, strong)
@@ -102,10 +87,10 @@ def _cost(workers: WorkerFigures, stages: Mapping[str, float], sides: list[SideR
     hours = workers.num_billed * sum(stages.get(name, 0.0) for name in WRITING) / 3600
     price = workers.price_per_hour
     money = None if price is None else price * sum(stages.values()) / 3600
-    numbers = [sum(getattr(side.figures, f"num_{name}") for side in sides) for name in ("entities", "generated")]
     kind = "GPU-hours" if workers.device == "cuda" else "Worker-hours"
     rows = [{"Per": "night", kind: decimal(hours, 3), "Money": decimal(money)}]
-    for name, number in zip(("million entities", "million written texts"), numbers, strict=True):
+    for name, figure in (("million entities", "num_entities"), ("million written texts", "num_generated")):
+        number = sum(getattr(side.figures, figure) for side in sides)
         shown_hours, shown_money = ratio(1e6 * hours, number), None if money is None else ratio(1e6 * money, number)
         rows.append({"Per": name, kind: decimal(shown_hours, 1), "Money": decimal(shown_money)})
     caption = "Hours: all workers, while texts were written. "
@@ -115,23 +100,15 @@ def _cost(workers: WorkerFigures, stages: Mapping[str, float], sides: list[SideR
 
 def _endpoint(server: EndpointFigures, corpus: ExternalCorpusFigures | None) -> Table:
     """The requests, tokens and cost of the server, over all attempts at the run."""
-    row = {
-        "Server": server.url,
-        "Answers": count(server.num_requests),
-        "Retries": count(server.num_retries),
-        "Prompt tokens": count(server.num_prompt_tokens),
-        "Cached prompt tokens": count(server.num_cached_tokens),
-        "Answer tokens": count(server.num_completion_tokens),
-        "Money": decimal(server.cost, 4),
-    }
+    row = {"Server": server.url, "Answers": count(server.num_requests), "Retries": count(server.num_retries)}
+    row |= {"Prompt tokens": count(server.num_prompt_tokens), "Cached prompt tokens": count(server.num_cached_tokens)}
+    row |= {"Answer tokens": count(server.num_completion_tokens), "Money": decimal(server.cost, 4)}
     names = "; ".join(server.answered_by) or "nothing, because it sent no answer"
     caption = f"Counted by the server, which names itself {names}. "
     caption += "Set decoding.endpoint.price_per_million_tokens to see money. " if server.cost is None else ""
     if corpus is not None:
-        caption += (
-            f"It drafted from {count(corpus.num_texts)} texts of the night before ({count(corpus.num_tokens)} tokens); "
-            f"{count(corpus.num_left_out)} texts were left out. {corpus.problem}"
-        )
+        size = f"{count(corpus.num_texts)} texts of the night before ({count(corpus.num_tokens)} tokens)"
+        caption += f"It drafted from {size}; {count(corpus.num_left_out)} texts were left out. {corpus.problem}"
     return Table("Answers of the server", [row], ("Server",), caption)
 
 
@@ -156,10 +133,9 @@ def _sample(side: SideReport, sample: SampleText) -> Sample:
 
 def provenance_section(manifest: RunManifest) -> Section:
     values = manifest.as_json()
+    dump = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True, width=10**6)
     blocks: list[Block] = [
-        Folded(key.capitalize(), yaml.safe_dump(values[key], sort_keys=False, allow_unicode=True, width=10**6))
-        if values[key]
-        else Note(f"{key.capitalize()}: not recorded.")
+        Folded(key.capitalize(), dump(values[key])) if values[key] else Note(f"{key.capitalize()}: not recorded.")
         for key in DESCRIBED
     ]
     return Section("provenance", "Inputs, settings, machine", blocks, f"Settings hash {manifest.origin.settings_hash}.")
