@@ -48,9 +48,8 @@ def check_versions(settings: Settings) -> Iterator[CheckResult]:
         try:
             installed = version(package.name)
         except PackageNotFoundError:
-            yield CheckResult("versions", "fault", f"{package.name} is not installed; {package} is expected", hint)
-            continue
-        if not package.specifier.contains(installed, prereleases=True):
+            installed = "not installed"
+        if installed == "not installed" or not package.specifier.contains(installed, prereleases=True):
             yield CheckResult("versions", "fault", f"{package.name} is {installed}; {package} is expected", hint)
     versions = ", ".join(f"{name} {version(name)}" for name in ("laserbatch", "torch", "transformers", "ray"))
     yield CheckResult("versions", "ok", f"Python {platform.python_version()}, {versions}")
@@ -80,11 +79,9 @@ def check_gpu(settings: Settings) -> Iterator[CheckResult]:
             yield CheckResult("GPU", "fault", f"GPU {device} cannot compute: {first_line(error)}", hint)
             continue
         description = f"{name}, {free_bytes / 1e9:.1f} of {total_bytes / 1e9:.1f} GB free"
-        if free_bytes < MIN_FREE_SHARE * total_bytes:
-            hint = "Another process uses the rest (`nvidia-smi` names it): end it, or set CUDA_VISIBLE_DEVICES"
-            yield CheckResult("GPU", "warning", description, hint)
-        else:
-            yield CheckResult("GPU", "ok", description)
+        hint = "Another process uses the rest (`nvidia-smi` names it): end it, or set CUDA_VISIBLE_DEVICES"
+        is_shared = free_bytes < MIN_FREE_SHARE * total_bytes
+        yield CheckResult("GPU", "warning" if is_shared else "ok", description, hint if is_shared else None)
 
 
 def check_kernels(settings: Settings) -> Iterator[CheckResult]:
@@ -144,8 +141,7 @@ def check_workspace(settings: Settings) -> Iterator[CheckResult]:
         Workspace.open(folder, create=False)  # raises if it holds something else
     while not folder.exists():
         folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    inodes = os.statvfs(folder)
+    free, inodes = shutil.disk_usage(folder).free, os.statvfs(folder)
     used = max((size_bytes(run.root) for run in Workspace(settings.workspace).runs()[-1:]), default=0)
     level, hint = "ok", None
     if free < max(MIN_FREE_BYTES, 2 * used) or (inodes.f_files and inodes.f_favail < 10_000):
@@ -194,8 +190,7 @@ def check_pools(settings: Settings) -> Iterator[CheckResult]:
 def check_tables(settings: Settings) -> Iterator[CheckResult]:
     path = settings.tables.required_path
     findings = check_inputs(path, settings)
-    faults = [finding for finding in findings if not finding.is_warning]
-    if faults:
+    if faults := [finding for finding in findings if not finding.is_warning]:
         problems = "; ".join(map(str, faults[:3]))
         yield CheckResult("tables", "fault", problems, f"`laserbatch data check {path}` names them all")
     else:

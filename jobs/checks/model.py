@@ -43,7 +43,6 @@ def check_dtype(settings: Settings) -> Iterator[CheckResult]:
     """Check in which dtype the model computes here, and why."""
     if settings.decoding.engine == "endpoint":
         return
-
     find_weights(settings.model_dir)  # raises if this is not a model folder
     decoding, has_gpu = settings.decoding, num_gpus() > 0
     stored, quantization = stored_dtype(settings.model_dir), quantization_of(read_config(settings.model_dir))
@@ -128,19 +127,19 @@ def check_model(settings: Settings) -> Iterator[CheckResult]:
 def check_drafters(settings: Settings) -> Iterator[CheckResult]:
     """Check that files and folders of plug-in drafters are there, are whole and fit the model."""
     for name in settings.decoding.plugin_drafters:
-        options, is_there = settings.decoding.options_of(name), True
+        options, missing = settings.decoding.options_of(name), []
         for key in path_fields(type(options)):
             value = getattr(options, key)
-            for path in value if isinstance(value, tuple) else filter(None, (value,)):
-                if not path.exists():
-                    is_there = False
-                    text = f"decoding.drafter_options.{name}.{key} names {path}, which is not there"
-                    yield CheckResult("drafters", "fault", text, "Correct the path, or leave the drafter out")
-        if is_there:
-            try:
+            paths = value if isinstance(value, tuple) else filter(None, (value,))
+            missing += [f"{key} names {path}, which is not there" for path in paths if not path.exists()]
+        for what in missing:
+            text = f"decoding.drafter_options.{name}.{what}"
+            yield CheckResult("drafters", "fault", text, "Correct the path, or leave the drafter out")
+        try:
+            if not missing:
                 drafter_plugin(name).check_files(options, settings.decoding, settings.model_dir)
-            except ModelError as error:
-                yield CheckResult("drafters", "fault", str(error))
+        except ModelError as error:
+            yield CheckResult("drafters", "fault", str(error))
 
 
 def check_memory(settings: Settings) -> Iterator[CheckResult]:

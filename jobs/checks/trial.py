@@ -40,7 +40,7 @@ from laserbatch.pipeline.knowledge.prompts import RenderedPrompt, Shown, render_
 from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.templates import PromptTemplate
 from laserbatch.pipeline.sample.world import write_sample_world
-from laserbatch.pipeline.sides import SIDES
+from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.scratch import ScratchFolder
 from laserbatch.pipeline.tables.read import Tables, read_tables
 
@@ -62,10 +62,8 @@ class Task(NamedTuple):
 
     def request(self, place: int, decoding: DecodingSettings) -> GenerationRequest:
         """The request that a night would send; its id is its place among the tasks."""
-        grammar = guiding_grammar(self.template, decoding)
-        return GenerationRequest(
-            str(place), self.prompt.token_ids, max_new_tokens=decoding.max_new_tokens, grammar=grammar
-        )
+        grammar, most = guiding_grammar(self.template, decoding), decoding.max_new_tokens
+        return GenerationRequest(str(place), self.prompt.token_ids, max_new_tokens=most, grammar=grammar)
 
 
 @dataclass
@@ -149,7 +147,6 @@ def _loaded(settings: Settings) -> Generator[CheckResult, None, OwnEngine | None
             raise
         text = f"no text was tried here, since laserbatch's engine cannot load the model: {error}"
         yield CheckResult("answer", "ok", text)
-        return None
 
 
 def _plain(settings: Settings) -> DecodingSettings:
@@ -190,10 +187,8 @@ def _answer(engine: TextEngine, settings: Settings) -> CheckResult:
         shown += f"ended at {answer.role_mark!r}, a role mark or end token that its configuration does not name"
         return CheckResult("answer", "warning", f"{shown}{invented}: texts are cut there", hint)
     if answer.finish_reason == "length":
-        hint = (
-            "Use an instruction-tuned model, and check that eos_token_id in its generation_config.json names the token "
-            "that ends its turns"
-        )
+        hint = "Use an instruction-tuned model, and check that eos_token_id in its generation_config.json names the "
+        hint += "token that ends its turns"
         return CheckResult("answer", "warning", f"{shown}and no end token came: texts may run on to their limit", hint)
     ended = "by itself" if answer.end_id is None else f"with {engine.tokenizer.decode([answer.end_id])!r}"
     return CheckResult("answer", "ok", f"{shown}and ended {ended}")
@@ -202,15 +197,13 @@ def _answer(engine: TextEngine, settings: Settings) -> CheckResult:
 def _tasks(engine: OwnEngine, settings: Settings, tables: Tables) -> list[Task]:
     """Prompts that alternate between users and items, beginning with a user, sampled from their whole tables."""
     labels, most = labels_of(tables.interactions, settings.knowledge.words.events), settings.knowledge.max_prompt_tokens
-    sides: list[list[Task]] = []
-    for side in SIDES:
-        template, tasks = settings.template(side, labels), []
+    sides: dict[Side, list[Task]] = {side: [] for side in SIDES}
+    for side, tasks in sides.items():
+        template = settings.template(side, labels)
         for shown in SideQuestions(tables, side, template, "").sampled(NUM_TEXTS):
             with suppress(RowError):  # an entity without a prompt is left out
                 tasks.append(Task(template, shown, render_shown(template, shown, engine.tokenizer, most)))
-        sides.append(tasks)
-    by_turns = [task for pair in zip_longest(*sides) for task in pair if task is not None]
-    return by_turns[:NUM_TEXTS]
+    return [task for pair in zip_longest(*sides.values()) for task in pair if task is not None][:NUM_TEXTS]
 
 
 def _speed(settings: Settings, measured: Mapping[int, Measured]) -> CheckResult:
@@ -234,12 +227,9 @@ def _forms(engine: OwnEngine, settings: Settings, tasks: Sequence[Task], measure
         f"{percent(settings.gates.max_failed_share)} of its entities are in quarantine"
     )
     for side in SIDES:
-        reasons, num_valid, num_tried = Counter[str](), 0, 0
-        for place, task in enumerate(tasks):
-            if task.template.side != side:
-                continue
-            num_tried += 1
-            text = measured.texts.get(place)
+        reasons, num_valid = Counter[str](), 0
+        places = [place for place, task in enumerate(tasks) if task.template.side == side]
+        for task, text in ((tasks[place], measured.texts.get(place)) for place in places):
             try:
                 if isinstance(text, GenerationFailure):
                     raise RowError(text.reason)
@@ -248,6 +238,7 @@ def _forms(engine: OwnEngine, settings: Settings, tasks: Sequence[Task], measure
                     num_valid += 1
             except RowError as error:
                 reasons[error.reason.split(":")[0]] += 1
+        num_tried = len(places)
         num_ended = num_valid + reasons.total()
         name, in_time = settings.template(side).identity, f"ended within {TEXTS_S:.0f} seconds"
         if not num_ended:

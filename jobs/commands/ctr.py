@@ -142,8 +142,7 @@ def compare(
         variants = of_frameworks(loaded[0], names) if framework else of_configs(dict(zip(names, loaded, strict=True)))
         variants = [replace(variant, ctr=changed_settings(variant.ctr, models, seeds, history)) for variant in variants]
         comparison = compare_variants(variants, tables or variants[0].night.settings.tables.required_path)
-        summary(comparison, as_json=True) if as_json else print_variants(comparison)
-        return
+        return summary(comparison, as_json=True) if as_json else print_variants(comparison)
     night, options = _opened(config[0] if config else config_here(), workspace, run)
     settings = changed_settings(options, models, seeds, history)
     of_run = night.settings.tables
@@ -153,8 +152,7 @@ def compare(
     night.run.plain.require_features(night.manifest.plain_features, compare_bytes=True)
     figures = compare_ctr(night.run.root, later_tables, night.date, verifier, settings, runs)
     if as_json:
-        summary({"run_id": night.run.run_id, **asdict(figures)}, as_json=True)
-        return
+        return summary({"run_id": night.run.run_id, **asdict(figures)}, as_json=True)
     summary({"run_id": night.run.run_id, "rows": figures.split}, as_json=False)
     print_ctr(figures)
 
@@ -190,8 +188,7 @@ def changed_settings(
 
 def print_ctr(figures: CtrFigures) -> None:
     """Print the report's table of a comparison, or why there is none."""
-    if figures.skipped:
-        stdout.print(f"CTR models were not trained: {figures.skipped}", markup=False, soft_wrap=True)
-        return
-    stdout.print(ctr_lead(figures), markup=False, soft_wrap=True)
-    print_table(ctr_table(figures))
+    lead = f"CTR models were not trained: {figures.skipped}" if figures.skipped else ctr_lead(figures)
+    stdout.print(lead, markup=False, soft_wrap=True)
+    if not figures.skipped:
+        print_table(ctr_table(figures))

@@ -1,7 +1,7 @@
 """The difference between two runs: entities whose text changed, and why, and entities that were added or removed."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -35,9 +35,9 @@ class SideDiff:
     num_added: int
     num_removed: int
     reasons: dict[str, int]  # number of changed texts by reason, the most frequent first
-    changed: list[NamedEntity] = field(default_factory=list)
-    added: list[NamedEntity] = field(default_factory=list)
-    removed: list[NamedEntity] = field(default_factory=list)
+    changed: list[NamedEntity]
+    added: list[NamedEntity]
+    removed: list[NamedEntity]
 
 
 def diff_side(before: RunFolder, after: RunFolder, side: Side, num_named: int) -> SideDiff:
@@ -52,11 +52,8 @@ def diff_side(before: RunFolder, after: RunFolder, side: Side, num_named: int) -
     texts_now, texts_before = new.texts(other), old.texts(row[other])
     is_changed = ~_equal(texts_now, texts_before)
     changed = other[is_changed]
-    reasons = [
-        "+".join(changed_parts(old.fingerprints[int(row[number])].as_py(), new.fingerprints[int(number)].as_py()))
-        or WRITTEN_AGAIN
-        for number in changed
-    ]
+    fingerprints = zip(old.fingerprints.take(row[changed]), new.fingerprints.take(changed), strict=True)
+    reasons = ["+".join(changed_parts(was.as_py(), now.as_py())) or WRITTEN_AGAIN for was, now in fingerprints]
     named = np.argsort(new_ids.take(changed).to_numpy(zero_copy_only=False), kind="stable")[:num_named]
     now, then = texts_now.filter(pa.array(is_changed)), texts_before.filter(pa.array(is_changed))
     return SideDiff(
@@ -79,8 +76,7 @@ class _Texts:
     """A side of a run: ids, fingerprints and origins in memory; texts are read on demand."""
 
     def __init__(self, run: RunFolder, side: Side) -> None:
-        self._run: RunFolder = run
-        self._side: Side = side
+        self._run, self._side = run, side
         batches = list(run.iter_knowledge(side, ["entity_id", "fingerprint", "run_id"]))
         table = pa.Table.from_batches(batches) if batches else knowledge_schema(pa.string()).empty_table()
         self.ids, self.fingerprints = table["entity_id"], table["fingerprint"]

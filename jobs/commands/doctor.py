@@ -75,11 +75,9 @@ def examine(settings: Settings, checks: Sequence[str]) -> list[CheckResult]:
         except LaserbatchError as error:  # their messages say what to do
             if str(error) not in (finding.found for finding in findings):
                 findings.append(CheckResult(about, "fault", str(error)))
-        except OSError as error:
-            hint = "Check that path, and that it may be read and written"
-            findings.append(CheckResult(about, "fault", f"{type(error).__name__}: {error}", hint))
         except Exception as error:  # a library's or our own fault; the other checks still help
             logger.debug("the check of %s failed", about, exc_info=True)
             hint = None if isinstance(error, RuntimeError) else "`laserbatch -v doctor` shows the traceback"
+            hint = "Check that path, and that it may be read and written" if isinstance(error, OSError) else hint
             findings.append(CheckResult(about, "fault", f"{type(error).__name__}: {error}", hint))
     return findings

@@ -21,14 +21,7 @@ from laserbatch.jobs.stages.variants import means
 from laserbatch.pipeline.knowledge.prompts import changed_parts
 from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
-from laserbatch.pipeline.planning.column_changes import (
-    ITEM_ATTRIBUTES,
-    MAX_COMPARED,
-    attributes_of,
-    changed_columns,
-    changed_in_histories,
-    shown_in_plan,
-)
+from laserbatch.pipeline.planning import column_changes
 from laserbatch.pipeline.planning.plan import Shard, SidePlan
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.parquet import read_parquet
@@ -89,8 +82,8 @@ def _night_cost(settings: Settings, sides: dict[str, dict[str, Any]], hours: flo
     price, server = settings.cluster.price_per_hour, settings.decoding.endpoint
     cost = None if price is None or hours is None else hours * price
     if server is None or server.price_per_million_tokens is None:
+        missing = "decoding.endpoint.price_per_million_tokens" if server else "cluster.price_per_hour"
         if price is None:
-            missing = "decoding.endpoint.price_per_million_tokens" if server else "cluster.price_per_hour"
             say(f"money is not predicted: {missing} is not set")
         return cost
     of_sides = [side["predicted_cost"] for side in sides.values() if side["num_to_write"]]
@@ -157,15 +150,17 @@ def _most_changed(
 
     `keys` are the entities whose `part` of the fingerprint, attributes or history, changed; a sample is compared.
     """
-    sample = keys.take(pa.array(np.unique(np.linspace(0, len(keys) - 1, min(len(keys), MAX_COMPARED)).astype(int))))
+    sample = keys.take(
+        pa.array(np.unique(np.linspace(0, len(keys) - 1, min(len(keys), column_changes.MAX_COMPARED)).astype(int)))
+    )
     records = prior.values(prior.rows_of(pa.chunked_array([sample])), ["entity_id", "fingerprint", "run_id"])
     ids = records["entity_id"].cast(pa.string()).to_pylist()
     written = dict(zip(ids, records["fingerprint"].to_pylist(), strict=True))
     before: dict[str, dict] = {}
     for run_id in records["run_id"].unique().to_pylist():
-        shown = shown_in_plan(night.workspace.run(run_id).root, side, ids)
+        shown = column_changes.shown_in_plan(night.workspace.run(run_id).root, side, ids)
         before |= {key: row for key, row in shown.items() if row["fingerprint"] == written[key]}
-    tonight = shown_in_plan(scratch.root, side, before)
+    tonight = column_changes.shown_in_plan(scratch.root, side, before)
     pairs = [(before[key][part], tonight[key][part]) for key in before if key in tonight]
     if not pairs:
         say(f"{side}s: how their {part} changed is unknown: the runs that wrote their texts, or their plans, are gone")
@@ -173,11 +168,14 @@ def _most_changed(
     template = night.template(side)
     if part == "history" and template.history is not None:
         texts_of = SideQuestions(night.tables, side, template, "").item_texts
-        changes = changed_in_histories(pairs, template.history.separator, texts_of)
-        changes = {f"items.{name}" if name != ITEM_ATTRIBUTES else name: change for name, change in changes.items()}
+        changes = column_changes.changed_in_histories(pairs, template.history.separator, texts_of)
+        changes = {
+            f"items.{name}" if name != column_changes.ITEM_ATTRIBUTES else name: change
+            for name, change in changes.items()
+        }
     else:
-        read = partial(attributes_of, columns=template.attributes)
-        changes = changed_columns([(read(then), read(now)) for then, now in pairs])
+        read = partial(column_changes.attributes_of, columns=template.attributes)
+        changes = column_changes.changed_columns([(read(then), read(now)) for then, now in pairs])
     share, about = len(keys) / len(pairs), "about " * (len(pairs) < len(keys))
     return {
         name: f"{what} ({about}{round(num * share):,} of {num_before:,} {side}s)"
@@ -196,7 +194,5 @@ def _say_why(night: Night, sides: dict[str, dict[str, Any]]) -> None:
         if any(what.startswith("is gone") for what in changes.values()):
             say(f"if a column of {side}s is missing by mistake, restore it before you run the night")
         if any(not what.startswith(("is gone", "are gone", "are in")) for what in changes.values()):
-            say(
-                f"if changes of a column need no new texts, leave it out of prompts: list it under `exclude` of the "
-                f"template ({prompt.template}; docs/own-prompts.md)"
-            )
+            how = f"list it under `exclude` of the template ({prompt.template}; docs/own-prompts.md)"
+            say(f"if changes of a column need no new texts, leave it out of prompts: {how}")

@@ -9,15 +9,8 @@ from laserbatch.jobs.commands.ctr import print_variants
 from laserbatch.jobs.console import ExitCode, print_table, say, summary
 from laserbatch.jobs.report.ctr_table import audit_table
 from laserbatch.jobs.settings import CONFIGS, FRAMEWORKS, JSON, WORKSPACE, config_here, load_settings, variant_names
+from laserbatch.jobs.stages import run_experiment as experiments
 from laserbatch.jobs.stages.night import parse_date
-from laserbatch.jobs.stages.run_experiment import (
-    RECORD,
-    SHARE_BEFORE,
-    Experiment,
-    read_record,
-    run_experiment,
-    settings_of_framework,
-)
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.sampled import day_of_share
@@ -62,7 +55,7 @@ def experiment(
     loaded = [load_settings(path, overrides) for path in config or [config_here()]]
     names = variant_names(config, framework)
     if framework:
-        loaded = [settings_of_framework(loaded[0], framework_name) for framework_name in names]
+        loaded = [experiments.settings_of_framework(loaded[0], framework_name) for framework_name in names]
     settings, first = dict(zip(names, loaded, strict=True)), loaded[0]
     for variant, of_variant in settings.items():
         if of_variant.tables != first.tables:
@@ -74,12 +67,14 @@ def experiment(
     folder = opened.experiment(name) if name else None
     if date is not None:
         day = parse_date(date)
-    elif folder is not None and (folder / RECORD).exists():
-        day = parse_date(read_record(folder)["spec"]["date"])
+    elif folder is not None and (folder / experiments.RECORD).exists():
+        day = parse_date(experiments.read_record(folder)["spec"]["date"])
     else:
-        day = day_of_share(open_tables(first.tables.required_path, first.tables.keep_duplicates), SHARE_BEFORE)
-    experiment = Experiment(settings, day, users, items or ITEMS_A_USER * users)
-    comparison = run_experiment(opened, name or experiment.default_name, experiment)
+        day = day_of_share(
+            open_tables(first.tables.required_path, first.tables.keep_duplicates), experiments.SHARE_BEFORE
+        )
+    experiment = experiments.Experiment(settings, day, users, items or ITEMS_A_USER * users)
+    comparison = experiments.run_experiment(opened, name or experiment.default_name, experiment)
     if as_json:
         summary(comparison, as_json=True)
     else:

@@ -102,10 +102,8 @@ def _runs(config: Path | None, workspace: Path | None) -> list[RunFolder]:
 def _refuse_unknown_ids(log: Path, side: Side, first: pa.RecordBatch, versions: Versions, num_rows: int) -> None:
     """Raise TableError because no row of a log has an id of a side's features, unless there are no features."""
     if len(versions.ids):
-        found, expected = (
-            ", ".join(map(repr, pc.unique(ids.drop_null())[:3].to_pylist()))
-            for ids in (plain_ids(first[f"{side}_id"]), versions.ids)
-        )
+        both = plain_ids(first[f"{side}_id"]), versions.ids
+        found, expected = (", ".join(map(repr, pc.unique(ids.drop_null())[:3].to_pylist())) for ids in both)
         raise TableError(
             f"{log}, column {side}_id: none of {num_rows} rows has an id that is in the features; found ids such as "
             f"{found}, expected ids such as {expected}. Write them as the {side}s table has them."
@@ -137,8 +135,7 @@ def history(
                 for start in range(0, len(ends), ROW_GROUP_ROWS):
                     rows = np.arange(start, min(start + ROW_GROUP_ROWS, len(ends)))
                     ids = of_side.ids.take(pa.array(of_side.entities[rows]))
-                    columns = [ids, *of_side.columns(rows), moments(ends[rows])]
-                    yield pa.record_batch(columns, schema=schema)
+                    yield pa.record_batch([ids, *of_side.columns(rows), moments(ends[rows])], schema=schema)
 
             written = write_parquet(groups(), folder / f"{side}.parquet", schema)
             counts[f"{side}s"] = {"entities": len(of_side.ids), "versions": written.num_rows}

@@ -23,18 +23,11 @@ from laserbatch.jobs.settings import CONFIG, DRY_RUN, JSON, WORKSPACE, Settings,
 from laserbatch.jobs.stages.publishing import delivery_uri, draw_report, forget_delivered
 from laserbatch.pipeline.errors import LaserbatchError, WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
+from laserbatch.pipeline.storage import forgetting
 from laserbatch.pipeline.storage.atomic import remove_folder, remove_leftovers, write_text
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.delivery import known_places
-from laserbatch.pipeline.storage.forgetting import (
-    RECEIPTS,
-    Ids,
-    forget_in_run,
-    is_of,
-    leave_inherited_clusters,
-    rows_of,
-    vectors_of_their_own,
-)
+from laserbatch.pipeline.storage.forgetting import RECEIPTS, Ids, forget_in_run, is_of, rows_of
 from laserbatch.pipeline.storage.lock import hold_lock
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.scratch import remove_dead_scratch
@@ -96,8 +89,8 @@ def forget(
             still_in_tables[table] = sorted({*still_in_tables.get(table, []), *keys})
     if as_json:
         payload = receipt.as_json() | {"receipt": str(receipt.path), "dry_run": dry_run, "nowhere": nowhere}
-        in_json = None if in_tables is None else still_in_tables
-        summary(payload | {"unknown": unknown, "still_in_tables": in_json}, as_json=True)
+        payload |= {"unknown": unknown, "still_in_tables": None if in_tables is None else still_in_tables}
+        summary(payload, as_json=True)
     else:
         _print_removed(receipt, dry_run)
     for side, keys in unknown.items():
@@ -111,20 +104,13 @@ def forget(
 
 
 def _print_removed(receipt: Receipt, dry_run: bool) -> None:
+    removed: dict[str, int | str] = {f"rows of {run}": sum(files.values()) for run, files in receipt.rows.items()}
+    removed |= dict.fromkeys(receipt.removed_runs, "unfinished; the night's command starts it anew")
     experiments = [f"experiment {name}" for name in receipt.removed_experiments]
-    summary(
-        {
-            "would be removed" if dry_run else "removed": {
-                **{f"rows of {run_id}": sum(files.values()) for run_id, files in receipt.rows.items()},
-                **dict.fromkeys(receipt.removed_runs, "unfinished; the night's command starts it anew"),
-                **dict.fromkeys(experiments, "all of it; its command, given again, takes a new sample"),
-            },
-            "pools": receipt.pools,
-            "delivered": receipt.delivered,
-            "receipt": None if dry_run else str(receipt.path),
-        },
-        as_json=False,
-    )
+    removed |= dict.fromkeys(experiments, "all of it; its command, given again, takes a new sample")
+    outcome = {"would be removed" if dry_run else "removed": removed, "pools": receipt.pools}
+    outcome |= {"delivered": receipt.delivered, "receipt": None if dry_run else str(receipt.path)}
+    summary(outcome, as_json=False)
 
 
 def _scan(workspace: Workspace, requested: Ids, receipt: Receipt) -> None:
@@ -138,8 +124,7 @@ def _scan(workspace: Workspace, requested: Ids, receipt: Receipt) -> None:
 
     holders = set()
     for name, run in _runs(workspace).items():
-        num_rows = rows_in(run.root)
-        if not num_rows:
+        if not (num_rows := rows_in(run.root)):
             continue
         holders.add(name)
         if run.is_finished or run.is_held:
@@ -167,9 +152,8 @@ def _places_not_reached(workspace: Workspace, settings: Settings, recorded: Sequ
     Call it before anything is removed: only files of an experiment, or events of a run, name their places. `recorded`
     are the places in the receipt of a killed command.
     """
-    reached = [workspace, *workspace.within()]
+    reached, places = [workspace, *workspace.within()], {*recorded}
     variants = [Workspace(path.parent) for path in workspace.root.glob(f"{EXPERIMENTS}/*/*/workspace.json")]
-    places = {*recorded}
     for other in (*reached, *variants):
         places |= known_places(other.root)
         for run in other.runs():  # earlier versions recorded places only as events
@@ -200,8 +184,7 @@ def _remove(workspace: Workspace, settings: Settings, requested: Ids, receipt: R
     for run in runs.values():  # events may name entities without a row in the run
         _forget_in_events(run.events_path, names_one)
     for name, files in receipt.rows.items():
-        run = runs.get(name)
-        if run is None:
+        if (run := runs.get(name)) is None:
             continue
         receipt.num_samples += forget_in_run(run, files, requested)
         try:
@@ -230,11 +213,11 @@ def _leave_inherited_clusters(runs: Mapping[str, RunFolder], requested: Ids, rec
     """Remove the entities' vectors from codebooks of other runs, before the rows with these vectors are removed."""
     of_their_own: dict[Side, set[bytes]] = {side: set() for side in SIDES}
     for name in receipt.rows.keys() & runs.keys():
-        for side, vectors in vectors_of_their_own(runs[name], requested).items():
+        for side, vectors in forgetting.vectors_of_their_own(runs[name], requested).items():
             of_their_own[side] |= vectors
     for name, run in runs.items():
         if name not in receipt.rows and (run.is_finished or run.is_held):
-            leave_inherited_clusters(run, of_their_own)
+            forgetting.leave_inherited_clusters(run, of_their_own)
 
 
 def _rebuilt(settings: Settings, name: str, requested: Ids) -> bool:
@@ -266,9 +249,7 @@ def _finder(requested: Ids) -> Callable[[str], bool]:
 
 def _forget_in_events(path: Path, names_one: Callable[[str], bool]) -> None:
     """Remove the events whose printed line or error names an id; other events hold no ids."""
-    if not path.exists():
-        return
-    lines = path.read_text("utf-8", errors="replace").split("\n")
+    lines = path.read_text("utf-8", errors="replace").split("\n") if path.exists() else []
     remaining = [line for line in lines if not names_one(_said_in(line))]
     if remaining != lines:
         write_text("\n".join(remaining), path)

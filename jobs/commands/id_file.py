@@ -59,26 +59,23 @@ def _text(path: Path) -> str:
             "`iconv -f LATIN1 -t UTF-8` converts a file from Latin-1"
         ) from None
     if "\0" in text:
-        raise ConfigError(
-            f"{path}: the file holds zero bytes, so it is not text, or UTF-16 without its mark; {_EXPECTED}"
-        )
+        raise ConfigError(f"{path} holds zero bytes, so it is not text, or UTF-16 without its mark; {_EXPECTED}")
     return text
 
 
 def _of_csv(path: Path, rows: list[tuple[int, str]], delimiter: str) -> list[tuple[int, str]]:
     """The ids of a CSV with their line numbers; the first row is the header."""
-    fields = []
+    names, ids = [], []
     for number, line in rows:
         try:
             (row,) = csv.reader([line], delimiter=delimiter, strict=True, skipinitialspace=True)
         except csv.Error as error:
             raise ConfigError(f"{path}, line {number}: not a row of a CSV ({error}); {_EXPECTED}") from None
-        fields.append((number, [_trimmed(field) for field in row]))
-    (_, names), *fields = fields
-    for number, row in fields:
+        names = names or [_trimmed(field) for field in row]
         if len(row) != len(names):
             raise ConfigError(f"{path}, line {number}: {len(row)} fields, but the header has {len(names)}")
-    return [(number, row[names.index(HEADER)]) for number, row in fields]
+        ids.append((number, _trimmed(row[names.index(HEADER)])))
+    return ids[1:]
 
 
 def _plain_id(path: Path, number: int, line: str) -> str:

@@ -41,6 +41,10 @@ MIN_SHARE_POSITIVE = 0.05  # a guessed label rule counts at least this share of 
 ROWS_SEEN = 65_536  # number of first rows that guesses are based on
 MAX_EVENT_KINDS = 20  # `init` lists at most this many kinds of events in the configuration
 HEAD = "# `laserbatch config` shows every option with its default; add here what you change."
+MAPPING_HEAD = """# Guessed from names of files and columns and from first rows: read it, correct it, then run
+#   {}
+# configs/import_example.yaml explains every key.
+"""
 WORDS = tuple(f"knowledge.words.{key}" for key in Words.model_fields)
 WRITTEN = ("tables.path", "knowledge.user_template", "knowledge.item_template", *WORDS, "knowledge.user_factors",
            "knowledge.item_factors", "knowledge.paths", "decoding.model", "ctr.label")  # fmt: skip
@@ -99,11 +103,7 @@ def init(
         guessed |= _nouns(item_id, of_items.stem)
     guessed |= {"knowledge.paths": (paths, "the mapping splits them at >")} if (paths := _paths(mapping)) else {}
     command = f"laserbatch data import {tables} {out.with_name('tables')} --mapping {mapping_path}"
-    head = (
-        "# Guessed from names of files and columns and from first rows: read it, correct it, then run\n#   " + command
-    )
-    head += "\n# configs/import_example.yaml explains every key.\n"
-    write_text(head + guess.as_yaml(), mapping_path)
+    write_text(f"{MAPPING_HEAD.format(command)}{guess.as_yaml()}", mapping_path)
     origin = f"# Made from {tables} by: {command}\n"
     write_text(_configuration(out.resolve().with_name("tables"), origin, guessed), out)
     for message in guess.notes:
@@ -135,11 +135,9 @@ def _finish(outcome: dict[str, Any], first_command: str, out: Path, as_json: boo
     """Print what was written and guessed, and the three commands that come next."""
     yesterday = datetime.datetime.now(datetime.UTC).date() - datetime.timedelta(days=1)  # the last day that is over
     commands = [first_command, f"laserbatch try{_named(out)}", f"laserbatch nightly --date {yesterday}{_named(out)}"]
-    if as_json:
-        summary(outcome | {"next": commands}, as_json)
-        return
-    summary(outcome, as_json)
-    print("next:", *commands, sep="\n  ")
+    summary(outcome | ({"next": commands} if as_json else {}), as_json)
+    if not as_json:
+        print("next:", *commands, sep="\n  ")
 
 
 def _named(out: Path) -> str:
@@ -236,9 +234,8 @@ def _nouns(id_column: str, stem: str) -> dict[str, Guessed]:
 def _paths(mapping: Mapping[str, Any]) -> list[str]:
     """The attributes that the mapping splits at `>`, which separates the levels of a path."""
     attributes = {**mapping.get("users", {}).get("attributes", {}), **mapping["items"]["attributes"]}
-    return [
-        name for name, source in attributes.items() if isinstance(source, dict) and ">" in source.get("separator", "")
-    ]
+    split = {name: source.get("separator", "") for name, source in attributes.items() if isinstance(source, dict)}
+    return [name for name, separator in split.items() if ">" in separator]
 
 
 def _is_in_schema(folder: str) -> bool:
@@ -249,10 +246,9 @@ def _is_in_schema(folder: str) -> bool:
         return False
     if not all(set(columns) <= set(schemas[name].names) for name, columns in REQUIRED_COLUMNS.items()):
         return False
-    return all(
-        id_type(schemas[name].field(column).type) == id_type(schemas["interactions"].field(column).type)
-        for name, column in ID_COLUMNS.items()
-    )
+    kinds = [[id_type(schemas[table].field(column).type) for table in (name, "interactions")]
+             for name, column in ID_COLUMNS.items()]  # fmt: skip
+    return all(of_entities == of_log for of_entities, of_log in kinds)
 
 
 def _configuration(tables: Path | str, note: str, guessed: Mapping[str, Guessed]) -> str:

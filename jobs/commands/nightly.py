@@ -69,13 +69,11 @@ def nightly(
         settings = load_settings(config, {"workspace": workspace, "cluster.ray_address": ray_address})
         night_date = parse_night(date, force)
         if dry_run:
-            summary(planned_night(settings, night_date, force, redo), as_json)
-            return
+            return summary(planned_night(settings, night_date, force, redo), as_json)
         night = run_night(settings, night_date, force, redo, "always" if publish else "if-newer")
         result |= _night_summary(night)
     if as_json:
-        summary(result, as_json)
-        return
+        return summary(result, as_json)
     summary({name: value for name, value in result.items() if name not in ("gates", "ctr")}, as_json)
     print_ctr(night.manifest.judgement.ctr)
 
@@ -125,8 +123,7 @@ def backfill(
             raise ConfigError(f"--from {start} is after --to {end}; give the earlier date first")
         result |= _run_range(settings, start, end, publish, redo)
     if as_json:
-        summary(result, as_json=True)
-        return
+        return summary(result, as_json=True)
     rows = result["nights"]
     shown = [{name: count(value) if isinstance(value, int) else value for name, value in row.items()} for row in rows]
     print_table(Table("Nights", shown, ("date", "run_id")))
@@ -212,8 +209,7 @@ def demo(
     second = run_night(settings, LAST_DATE)
     if as_json:
         nights = {"first_night": night_counts(first), "second_night": night_counts(second)}
-        summary(nights | {"ctr": asdict(second.manifest.judgement.ctr)}, as_json=True)
-        return
+        return summary(nights | {"ctr": asdict(second.manifest.judgement.ctr)}, as_json=True)
     print_table(nights_table([first, second]))
     print_ctr(second.manifest.judgement.ctr)
     stdout.print(f"report: {second.run.report_path}", soft_wrap=True, markup=False)
@@ -230,19 +226,16 @@ def _demo_configuration(model_dir: Path | None) -> str:
 
 def left_out_columns(manifest: RunManifest) -> list[str]:
     """The columns that no prompt shows because they look like personal data, such as `users.email`."""
-    return [
-        f"{table}.{column}" for table, facts in manifest.origin.inputs.items() for column in facts.get(LEFT_OUT, {})
-    ]
+    inputs = manifest.origin.inputs.items()
+    return [f"{table}.{column}" for table, facts in inputs for column in facts.get(LEFT_OUT, {})]
 
 
 def night_counts(night: Night) -> dict[str, Any]:
     counts = {}
     for side, figures in night.manifest.generation.sides.items():
         names = ("num_entities", "num_generated", "num_carried_over", "num_quarantined")
+        names += ("num_waiting", "num_without_text", "postponed") if figures.postponed else ()
         counts[f"{side}s"] = {name: getattr(figures, name) for name in names}
-        if figures.postponed:
-            counts[f"{side}s"] |= {"num_waiting": figures.num_waiting, "num_without_text": figures.num_without_text}
-            counts[f"{side}s"]["postponed"] = figures.postponed
         counts[f"{side}s"] |= {n: getattr(figures.stats, n) for n in ("num_tokens", "tokens_per_step", "tokens_per_s")}
         if warnings := side_warnings(figures, night.manifest.origin.settings):
             counts[f"{side}s"]["warning"] = "; ".join(warnings)

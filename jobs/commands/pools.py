@@ -137,10 +137,6 @@ def _row(side: str, manifest: PoolManifest | None) -> dict[str, str]:
 
 
 def _data(version: PoolVersion) -> dict[str, Any]:
-    return {
-        "version": version.version,
-        "folder": str(version.folder),
-        "is_current": version.is_current,
-        "problem": version.problem,
-        "pools": {side: manifest.model_dump(mode="json") for side, manifest in version.pools.items()},
-    }
+    pools = {side: manifest.model_dump(mode="json") for side, manifest in version.pools.items()}
+    return {"version": version.version, "folder": str(version.folder), "is_current": version.is_current,
+            "problem": version.problem, "pools": pools}  # fmt: skip

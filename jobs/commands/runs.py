@@ -61,21 +61,17 @@ def show(
     opened = open_workspace(config, workspace)
     folder = opened.chosen_run(run)
     manifest = folder.load_manifest()
-    features = {side: folder.features_path(side) for side in manifest.features}
-    summary(
-        _described(opened, folder)
-        | {
-            "built_on": manifest.origin.previous_run_id,
-            "drafted_from": manifest.generation.pools.version,
-            "model": manifest.generation.model.id if manifest.generation.model else None,
-            "laserbatch": manifest.origin.laserbatch_version,
-            "stages_s": {name: round(wall_s, 1) for name, wall_s in manifest.stages.items()},
-            "knowledge": {side: folder.knowledge_folder(side) for side in SIDES},
-            "features": features,
-            "report": folder.report_path if folder.report_path.exists() else None,
-        },
-        as_json,
-    )
+    facts = {
+        "built_on": manifest.origin.previous_run_id,
+        "drafted_from": manifest.generation.pools.version,
+        "model": manifest.generation.model.id if manifest.generation.model else None,
+        "laserbatch": manifest.origin.laserbatch_version,
+        "stages_s": {name: round(wall_s, 1) for name, wall_s in manifest.stages.items()},
+        "knowledge": {side: folder.knowledge_folder(side) for side in SIDES},
+        "features": {side: folder.features_path(side) for side in manifest.features},
+        "report": folder.report_path if folder.report_path.exists() else None,
+    }
+    summary(_described(opened, folder) | facts, as_json)
 
 
 @app.command()
@@ -106,8 +102,7 @@ def diff(
     settings = changed_settings(old.load_manifest().origin.settings, new.load_manifest().origin.settings)
     if as_json:
         payload = {f"{side}s": asdict(diff) for side, diff in sides.items()}
-        summary({"before": old.run_id, "after": new.run_id, "settings": settings, **payload}, as_json=True)
-        return
+        return summary({"before": old.run_id, "after": new.run_id, "settings": settings, **payload}, as_json=True)
     rows = [
         {"side": side, **{name.replace("_", " "): count(getattr(diff, f"num_{name}"))
          for name in ("unchanged", "regenerated_same", "changed", "added", "removed")}}
@@ -213,8 +208,7 @@ def gc(
     if as_json:
         payload = {"removed": removed, "num_leftovers": len(remains), "num_bytes": num_bytes, "experiments": names}
         payload |= {"removed_experiments": names if experiments else [], "bytes_tried": bytes_tried, "kept": retained}
-        summary(payload | {"dry_run": dry_run}, as_json=True)
-        return
+        return summary(payload | {"dry_run": dry_run}, as_json=True)
     verb = "would remove" if dry_run else "removed"
     say(f"{verb} {counted(len(old), 'run')} ({num_bytes / 1e6:,.1f} MB){': ' if old else ''}{', '.join(removed)}")
     if tried:
@@ -256,18 +250,17 @@ def kept_runs(workspace: Workspace, keep: int, also_unfinished: bool = False) ->
 
 
 def _described(workspace: Workspace, run: RunFolder) -> dict[str, Any]:
+    publication = workspace.publication
     described: dict[str, Any] = {"run_id": run.run_id, "date": run.date, "state": "unfinished", "failure": None}
-    described["published"] = run.run_id == workspace.publication.run_id()
-    described["rolled_back"] = run.run_id in workspace.publication.rolled_back()
-    described["num_bytes"] = size_bytes(run.root)
+    described |= {"published": run.run_id == publication.run_id(), "num_bytes": size_bytes(run.root)}
+    described["rolled_back"] = run.run_id in publication.rolled_back()
     try:
         manifest = run.load_manifest()
     except WorkspaceError as error:
         return described | {"state": "damaged", "failure": str(error)}
     described["failure"] = manifest.failure
-    described["state"] = "finished" if run.is_finished else "held" if run.is_held else described["state"]
-    if manifest.status == "failed":
-        described["state"] = "failed"
+    state = "finished" if run.is_finished else "held" if run.is_held else "unfinished"
+    described["state"] = "failed" if manifest.status == "failed" else state
     described["prompts"] = {side: asdict(prompt) for side, prompt in manifest.origin.prompts.items()}
     for side, figures in manifest.generation.sides.items():
         described[f"{side}s"] = {f"num_{name}": getattr(figures, f"num_{name}") for name in ("entities", *COUNTED)}

@@ -119,19 +119,16 @@ def _lock(workspace: Workspace) -> dict[str, Any] | None:
     if match is None:
         return None
     is_of_here = match[2] == socket.gethostname()
-    if is_of_here and (probed == "free" or not _lives(int(match[1]))):
+    if is_of_here and probed == "free":
         return None
-    return {"holder": content, "since": _iso(since), "is_certain": is_of_here}
-
-
-def _lives(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
+        if is_of_here:
+            os.kill(int(match[1]), 0)  # a signal that does nothing
     except ProcessLookupError:
-        return False
-    except PermissionError:
+        return None
+    except PermissionError:  # a process of another user lives
         pass
-    return True
+    return {"holder": content, "since": _iso(since), "is_certain": is_of_here}
 
 
 def _worked_on_ns(run: RunFolder) -> int:
@@ -147,14 +144,13 @@ def _run_state(run: RunFolder, now: datetime.datetime, is_running: bool) -> dict
     last: dict[str, dict[str, Any]] = {event["event"]: event for event in events}
     begun, failed = last.get("run_begin"), last.get("failure")
     state: dict[str, Any] = {"run_id": run.run_id, "date": run.date, "is_finished": run.is_finished}
-    state["is_held"] = run.is_held
-    state["since"] = begun["time"] if begun else None
+    state |= {"is_held": run.is_held, "since": begun and begun["time"]}
     state["last_event"] = events[-1]["time"] if events else None
     state["failure"] = failed.get("error") if failed and not run.is_finished else None
     stage = current_stage(events)
     state["exit_code"] = failed.get("exit_code") if failed else 0 if run.is_finished else None
-    state["stage"] = stage["stage"] if stage and not run.is_finished else None
-    state["stage_since"] = stage["time"] if state["stage"] and stage else None
+    shown = None if run.is_finished else stage
+    state |= {"stage": shown and shown["stage"], "stage_since": shown and shown["time"]}
     state["progress"] = state["writing"] = None
     going = [event for event in events if event["event"] in ("progress", "shard_done")]
     is_going = is_running or not (run.is_finished or failed)  # running, or died
@@ -280,10 +276,7 @@ def follow(look: Callable[[], State], as_json: bool) -> int:
                     _print_line(state)
     except KeyboardInterrupt as error:
         return exit_code_of(error)
-    if as_json:
-        summary(state, as_json)
-    else:
-        _print_line(state)
+    summary(state, as_json) if as_json else _print_line(state)
     if state["state"] == "died":
         return ExitCode.UNEXPECTED
     return 0 if state["run"] is None else state["run"]["exit_code"] or 0

@@ -15,13 +15,7 @@ from rich.text import Text
 from laserbatch.jobs.console import say, stdout, summary, visible
 from laserbatch.jobs.formatting import ROUTE_LABELS, SOURCE_LABELS, counted, decimal, percent, rate, ratio
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings
-from laserbatch.jobs.stages.inputs import (
-    NEEDS_A_MODEL,
-    needs_a_model,
-    require_plain_words,
-    require_template_columns,
-    say_left_out,
-)
+from laserbatch.jobs.stages import inputs
 from laserbatch.jobs.stages.night import Night, new_night, parse_date
 from laserbatch.jobs.stages.spans import decoded, text_spans
 from laserbatch.pipeline.budget.choice import budget_step_cost, by_step, side_budget
@@ -43,13 +37,10 @@ from laserbatch.retrieval_pools.step_cost import StepCost
 
 # Underlines differ too, so that spans differ without colours. The model's own tokens are not marked.
 SOURCE_STYLES = {
-    "pool": "#101820 on #f2c4dd",
-    "previous": "#101820 on #a9d3f2 underline",
-    "prompt": "#101820 on #f7d48a underline2",
-    "output": "#101820 on #9edcc5 italic",
-    "form": "#101820 on #d5dae0",
-    "target": "",
-}
+    "pool": "#101820 on #f2c4dd", "previous": "#101820 on #a9d3f2 underline",
+    "prompt": "#101820 on #f7d48a underline2", "output": "#101820 on #9edcc5 italic",
+    "form": "#101820 on #d5dae0", "target": "",
+}  # fmt: skip
 OTHER_STYLE = "#101820 on #d9d2ee"  # for drafters that other packages add
 
 
@@ -93,13 +84,13 @@ def try_one(
     night_date = parse_date(date) if date else None
     path = settings.tables.required_path
     tables = read_tables(path, as_of=night_date, keep_duplicates=settings.tables.keep_duplicates)
-    require_template_columns(path, settings, side)
-    require_plain_words(settings)
-    say_left_out(settings, tables.personal)
+    inputs.require_template_columns(path, settings, side)
+    inputs.require_plain_words(settings)
+    inputs.say_left_out(settings, tables.personal)
     of_all_dates = None if night_date is None else read_table(tables_folder(path), f"{side}s", None)
     alone = with_only(tables, side, user if item is None else item, of_all_dates)
-    if needs_a_model(settings):
-        say(NEEDS_A_MODEL)
+    if inputs.needs_a_model(settings):
+        say(inputs.NEEDS_A_MODEL)
     changes: dict[str, Any] = {}
     if settings.decoding.engine == "vllm":  # vLLM needs a process in which nothing was planned
         say("laserbatch's engine writes this text; vLLM writes the same, except at near-ties")
@@ -209,18 +200,12 @@ def print_tried(tried: TriedEntity, model_key: str) -> None:
         pool = f"Pool {tried.pool_version}, group {tried.group or 'none'} ({ROUTE_LABELS[tried.scheme]})"
     text = Text.assemble(*((visible(span.text), SOURCE_STYLES.get(span.source, OTHER_STYLE)) for span in tried.spans))
     used = {span.source for span in tried.spans}
-    legend = Text("  ").join(
-        Text(f" {label} ", SOURCE_STYLES.get(name, OTHER_STYLE))
-        for name, label in SOURCE_LABELS.items()
-        if name in used
-    )
+    labels = {name: label for name, label in SOURCE_LABELS.items() if name in used}
+    legend = Text("  ").join(Text(f" {label} ", SOURCE_STYLES.get(name, OTHER_STYLE)) for name, label in labels.items())
     stats = tried.stats
-    steps = (
-        f" in {counted(stats.num_steps, 'step')}: "
-        f"{decimal(stats.tokens_per_step)} tokens per step (accepted draft tokens + 1); "
-        f"{percent(ratio(stats.num_accepted, stats.num_drafted))} of {counted(stats.num_drafted, 'draft token')} "
-        "accepted"
-    )
+    pace = f"{decimal(stats.tokens_per_step)} tokens per step (accepted draft tokens + 1)"
+    share = f"{percent(ratio(stats.num_accepted, stats.num_drafted))} of {counted(stats.num_drafted, 'draft token')}"
+    steps = f" in {counted(stats.num_steps, 'step')}: {pace}; {share} accepted"
     steps = steps if stats.num_steps else ""  # a server reports neither steps nor drafts
     counts = f"{counted(stats.num_tokens, 'token')}{steps}; {rate(stats.tokens_per_s)} tokens/s"
     if stats.num_thought_tokens and tried.fields is not None:
