@@ -27,14 +27,9 @@ class LogAge:
         return self.usual_gap_days is not None and self.age_days > 2 * self.usual_gap_days
 
     def __str__(self) -> str:
-        gap = self.usual_gap_days
-        usual = "" if gap is None else (
-            f"; days with interactions are usually {gap:g} day{'s' * (gap != 1)} apart"
-        )  # fmt: skip
-        return (
-            f"the newest interaction known on {self.date} is from {self.newest}, {self.age_days:,} days before{usual}. "
-            "Check that interactions are still exported"
-        )
+        gap, newest = self.usual_gap_days, f"the newest interaction known on {self.date} is from {self.newest}"
+        usual = "" if gap is None else f"; days with interactions are usually {gap:g} day{'s' * (gap != 1)} apart"
+        return f"{newest}, {self.age_days:,} days before{usual}. Check that interactions are still exported"
 
 
 def log_age(times: pa.ChunkedArray, date: datetime.date) -> LogAge | None:

@@ -45,19 +45,9 @@ def config_here() -> Path | None:
     return path if path.is_file() else None
 
 
-CONFIG = typer.Option(
-    ...,
-    "--config",
-    default_factory=config_here,
-    show_default=f"{CONFIG_NAME} of the current folder, if there is one",
-    help="Configuration file.",
-)
-CONFIGS = typer.Option(
-    [],
-    "--config",
-    show_default=f"{CONFIG_NAME} of the current folder, if there is one",
-    help="Configuration file; several are compared with each other.",
-)
+_HERE: Any = {"show_default": f"{CONFIG_NAME} of the current folder, if there is one"}
+CONFIG = typer.Option(..., "--config", default_factory=config_here, help="Configuration file.", **_HERE)
+CONFIGS = typer.Option([], "--config", help="Configuration file; several are compared with each other.", **_HERE)
 FRAMEWORKS = typer.Option([], "--framework", help="A framework of prompts, such as kar; may be repeated.")
 WORKSPACE = typer.Option(None, "--workspace", "-w", show_default="the configured workspace", help="Workspace folder.")
 JSON = typer.Option(False, "--json", help="Print the result as JSON.")
@@ -270,8 +260,7 @@ def variant_names(configs: Sequence[Path], frameworks: Sequence[str]) -> list[st
     if len(names) < 2:
         problem = f"{names[0]!r} is only one variant" if names else "nothing to compare is given"
         raise typer.BadParameter(f"{problem}; give --framework, or --config, twice or more")
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
+    if twice := sorted({name for name in names if names.count(name) > 1}):
         raise typer.BadParameter(f"{', '.join(twice)} is given twice; configuration files need different names")
     return names
 
@@ -283,8 +272,7 @@ def open_workspace(config: Path | None, workspace: Path | None) -> Workspace:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     data = read_yaml(path, "configuration", "`laserbatch init TABLES` writes one")
-    data = {} if data is None else data
-    if not isinstance(data, dict):
+    if not isinstance(data := {} if data is None else data, dict):
         raise ConfigError(f"{path}: expected sections (`decoding:`, `pools:`, ...), found a {type(data).__name__}")
     data, faults = _configured(data, Settings)
     if faults:
@@ -305,10 +293,8 @@ def _anchored(config: Path, key: str, written: str) -> str:
 def _expanded(written: str, place: str) -> str:
     """Replace `~` by the home folder. Raises ConfigError for variables such as `$HOME`, which are not expanded."""
     if re.search(r"\$[{\w]", written):
-        raise ConfigError(
-            f"{place}: no variable is expanded (found {written!r}); write the path or URI itself, a path relative or "
-            "from ~, the home folder"
-        )
+        advice = "write the path or URI itself, a path relative or from ~, the home folder"
+        raise ConfigError(f"{place}: no variable is expanded (found {written!r}); {advice}")
     return expanduser(written)
 
 
@@ -342,11 +328,8 @@ def _path_options(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
             for key in (*path_fields(field.annotation), *_PATHS_AS_TEXT.get(section, ())):
                 yield options, key
     decoding = data.get("decoding")
-    sections = (
-        (decoding.get("drafter_options") if isinstance(decoding, dict) else None, drafter_plugin),
-        (data.get("extensions"), extension),
-    )
-    for section, plugin_of in sections:
+    drafters = decoding.get("drafter_options") if isinstance(decoding, dict) else None
+    for section, plugin_of in ((drafters, drafter_plugin), (data.get("extensions"), extension)):
         for name, options in section.items() if isinstance(section, dict) else ():
             with suppress(UnknownPlugin):
                 for key in path_fields(plugin_of(name).Options) if isinstance(options, dict) else ():

@@ -76,14 +76,14 @@ def _last_shards(events: Sequence[Event]) -> tuple[Event | None, list[Event]]:
 
 def _done_by_side(begun: Event, outcomes: Sequence[Event]) -> dict[Side, Counts]:
     """The counts of each side's finished shards, over all attempts. A quarantined row counts as done."""
-    return {
-        side: reduce(_added, (shard for shard in outcomes if shard["side"] == side), planned["done"])
-        for side, planned in begun["sides"].items()
-    }
+    done = {side: planned["done"] for side, planned in begun["sides"].items()}
+    for shard in outcomes:
+        done[shard["side"]] = _added(done[shard["side"]], shard)
+    return done
 
 
-def _plans(events: Sequence[Event], begun: Event) -> list[Event]:
-    return [event for event in events if event["event"] == "planned" and event["of"] == begun["of"]]
+def _plans(events: Sequence[Event], begun: Event) -> dict[Side, Event]:
+    return {event["side"]: event for event in events if event["event"] == "planned" and event["of"] == begun["of"]}
 
 
 def _quarantined(plan: Event, done: Counts) -> Counter[str]:
@@ -102,7 +102,7 @@ def writing_state(events: Sequence[Event], now: datetime.datetime) -> dict[str, 
         return None
     by_side = _done_by_side(begun, outcomes)
     done = reduce(_added, by_side.values(), NOTHING)
-    plans = {plan["side"]: plan for plan in _plans(events, begun)}
+    plans = _plans(events, begun)
     reasons = sum((_quarantined(plans.get(side, {}), counts) for side, counts in by_side.items()), Counter())
     num_shards, num_rows = (sum(side[name] for side in begun["sides"].values()) for name in ("shards", "rows"))
     state = {
@@ -136,7 +136,7 @@ def sides_so_far(events: Sequence[Event]) -> dict[Side, SideFigures]:
     if begun is None:
         return {}
     done = _done_by_side(begun, outcomes)
-    return {plan["side"]: _figures(plan, done[plan["side"]]) for plan in _plans(events, begun)}
+    return {side: _figures(plan, done[side]) for side, plan in _plans(events, begun).items()}
 
 
 def _figures(plan: Event, done: Counts) -> SideFigures:

@@ -104,9 +104,9 @@ def new_manifest(
 
 def build_on(manifest: RunManifest, previous: RunFolder | None) -> None:
     """Record the run that a new run is built on, and the runs that `previous` was built on."""
-    manifest.origin.previous_run_id = None if previous is None else previous.run_id
-    ancestors = [] if previous is None else [previous.run_id, *previous.ancestor_run_ids]
-    manifest.origin.ancestor_run_ids = ancestors[:MAX_REMEMBERED]
+    if previous is not None:
+        manifest.origin.previous_run_id = previous.run_id
+        manifest.origin.ancestor_run_ids = [previous.run_id, *previous.ancestor_run_ids][:MAX_REMEMBERED]
 
 
 @contextmanager

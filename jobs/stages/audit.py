@@ -106,11 +106,10 @@ def _sample_sizes(night: Night) -> dict[Side, int]:
     """The number of texts to compare on each side; sides with too few texts of tonight are left out."""
     settings = night.settings.night
     share, fewest = (1, 1) if settings.compare_with_plain else (MIN_TEXTS_PER_AUDITED, MIN_PAIRS)
-    return {
-        side: size
-        for side, figures in night.manifest.generation.sides.items()
-        if (size := min(settings.num_audited, sum(shard.num_rows for shard in figures.shards) // share)) >= fewest
-    }
+    sides = night.manifest.generation.sides.items()
+    written: dict[Side, int] = {side: sum(shard.num_rows for shard in figures.shards) for side, figures in sides}
+    sizes = ((side, min(settings.num_audited, number // share)) for side, number in written.items())
+    return {side: size for side, size in sizes if size >= fewest}
 
 
 def _samples(night: Night) -> dict[Side, _Sample]:

@@ -53,13 +53,9 @@ def compare_night(night: "Night", cluster: "WorkerLayout | None" = None) -> CtrF
     if not night.settings.night.train_ctr:
         return CtrFigures(skipped="night.train_ctr is false")
     of_night, has_plain = night.run, night.settings.night.compare_with_plain
-    stand_ins = [
-        run
-        for run in reversed(night.workspace.finished_runs(of_night.settings_hash, include_held=True))
-        if run.settings_hash == of_night.settings_hash
-        and run.date < of_night.date
-        and run.plain.features_path("user").exists() == has_plain
-    ]
+    earlier = night.workspace.finished_runs(of_night.settings_hash, include_held=True)
+    alike = [run for run in earlier if run.settings_hash == of_night.settings_hash and run.date < of_night.date]
+    stand_ins = [run for run in reversed(alike) if run.plain.features_path("user").exists() == has_plain]
     path = night.settings.tables.required_path
     copy = copy_of(path)
     request = {
@@ -162,11 +158,8 @@ def compare_ctr(
     variants = run_variants(RunFolder(run_dir), verifier)
     num_trainings = len(variants) * len(settings.models) * settings.num_seeds
     with ExitStack() as opened, progress("train CTR models", num_trainings) as bar:
-        versions = {
-            name: opened.enter_context(feature_versions(history, of_plain=name == "plain"))
-            for name, features in variants.items()
-            if settings.history == "asof" and features is not None
-        }
+        joined = [name for name, features in variants.items() if settings.history == "asof" and features is not None]
+        versions = {name: opened.enter_context(feature_versions(history, of_plain=name == "plain")) for name in joined}
 
         def on_fit(row: CtrRow) -> None:
             bar.advance(1, f"{row.model}, {row.variant}: AUC {row.auc:.4f}")

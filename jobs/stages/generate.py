@@ -2,9 +2,9 @@
 
 import shlex
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -148,18 +148,15 @@ class GenerationStage:
             say(problem)
         choose = partial(self._choose_budgets, pending)
         expected: dict[Side, float | None] = {side: self._expected_tokens(plan) for side, plan in plans.items()}
-        with self._external_corpus({shard.side for shard in pending}):
+        corpus = nullcontext()
+        if self.decoding.endpoint is not None:  # the server may draft from earlier texts
+            from laserbatch.jobs.stages.external_corpus import external_corpus
+
+            corpus = external_corpus(self.night, {shard.side for shard in pending})
+        with corpus:
             abandoned = hand_out(worker_pool, pending, finished, self.label, choose, check, notify_first_text, expected)
         self.night.manifest.generation.workers = workers.figures(worker_pool, len(pending))
         return abandoned
-
-    def _external_corpus(self, sides: Collection[Side]) -> AbstractContextManager[None]:
-        """The context in which a server has earlier texts to draft from; empty for engines without an endpoint."""
-        if self.decoding.endpoint is None:
-            return nullcontext()
-        from laserbatch.jobs.stages.external_corpus import external_corpus
-
-        return external_corpus(self.night, sides)
 
     @property
     def _pool_dirs(self) -> dict[Side, Path]:

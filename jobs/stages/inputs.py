@@ -305,11 +305,11 @@ def _texts(value: Any, *place: str) -> Iterator[tuple[tuple[str, ...], str]]:
 
 def changed_inputs(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Names of the inputs whose content as known on the date changed; rows of later dates do not count."""
-    return [
-        name
-        for name, new in now.items()
-        if not any(key in new and before.get(name, {}).get(key) == new[key] for key in ("sha256", "known_sha256"))
-    ]
+
+    def is_same(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+        return any(key in new and old.get(key) == new[key] for key in ("sha256", "known_sha256"))
+
+    return [name for name, new in now.items() if not is_same(before.get(name, {}), new)]
 
 
 def _content_sha256(table: pa.Table) -> str:

@@ -58,10 +58,8 @@ class Night:
     @cached_property
     def tables(self) -> Tables:
         """The input tables as they were known at the end of the night's date."""
-        tables = self.settings.tables
-        return read_tables(
-            tables.required_path, self.date, writable_folder(self.workspace.root), tables.keep_duplicates
-        )
+        tables, scratch = self.settings.tables, writable_folder(self.workspace.root)
+        return read_tables(tables.required_path, self.date, scratch, tables.keep_duplicates)
 
     @cached_property
     def pools(self) -> PoolStore:
@@ -88,9 +86,8 @@ class Night:
 
     def render(self, side: Side, shown: Shown) -> RenderedPrompt:
         """The prompt of an entity, as workers render it. Raises RowError if the entity has no prompt."""
-        return render_shown(
-            self.template(side), shown, self.tokenizer, self.settings.knowledge.max_prompt_tokens, self.date
-        )
+        most = self.settings.knowledge.max_prompt_tokens
+        return render_shown(self.template(side), shown, self.tokenizer, most, self.date)
 
     def routes(self, side: Side) -> Routes:
         """The pool group that each entity drafts from; none before the first pools are built."""
@@ -312,10 +309,8 @@ def current_pools(
         return None
     if first in not_used:
         say(f"not drafting from the pools {first}: their run was rolled back or is held back by a gate")
-    older = [
-        name for name, entry in versions.items() if name in others
-        and all(tokenizer in (None, pool.tokenizer_hash) for pool in entry.pools.values())
-    ]  # fmt: skip
+    hashes = {name: {pool.tokenizer_hash for pool in entry.pools.values()} for name, entry in versions.items()}
+    older = [name for name, of in hashes.items() if name in others and (tokenizer is None or of <= {tokenizer})]
     for version in dict.fromkeys((first, *reversed(older))) if first is not None else ():
         is_allowed = version[:10] <= str(date) and version not in not_used
         if is_allowed and can_be_used(store, version, tokenizer, min_support):

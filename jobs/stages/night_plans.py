@@ -16,15 +16,8 @@ from laserbatch.pipeline.decoding.endpoint_settings import BATCH_SHARD_ROWS
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
+from laserbatch.pipeline.planning import planner
 from laserbatch.pipeline.planning.plan import SidePlan, drop_plan, load_plan, open_plan
-from laserbatch.pipeline.planning.planner import (
-    CarryOver,
-    Sharding,
-    WriteRules,
-    decide_side,
-    shared_fingerprint,
-    write_side_plan,
-)
 from laserbatch.pipeline.planning.postpone import Refresh, unusable_texts
 from laserbatch.pipeline.planning.refresh import BUDGET, RefreshSettings
 from laserbatch.pipeline.sides import SIDES, Side
@@ -64,7 +57,7 @@ class NightPlanner:
 
     def __init__(self, night: Night, folder: RunFolder, decoding: DecodingSettings) -> None:
         self.night, self.folder, self.decoding = night, folder, decoding
-        self.carry_overs: dict[Side, CarryOver] = {}
+        self.carry_overs: dict[Side, planner.CarryOver] = {}
 
     @property
     def previous_folder(self) -> RunFolder | None:
@@ -105,15 +98,14 @@ class NightPlanner:
         if self.previous_folder is not None:
             self.previous_folder.require_unchanged_texts(side)
         night, previous = self.night, self.previous(side)
-        template, settings = night.template(side), night.settings
-        shared = shared_fingerprint(template, settings.knowledge.max_prompt_tokens, self.decoding, settings.model_dir)
+        template, most = night.template(side), night.settings.knowledge.max_prompt_tokens
+        shared = planner.shared_fingerprint(template, most, self.decoding, night.settings.model_dir)
         self._warn_of_lost_texts(side)
         with progress(f"plan {side}s", night.tables.entities(side).num_rows) as bar:
             questions = SideQuestions(night.tables, side, template, shared)
-            decision = decide_side(questions, previous, self._rules(side), bar.advance)
-            plan, self.carry_overs[side] = write_side_plan(
-                decision, questions, previous, self._sharding(side), self.folder
-            )
+            decision = planner.decide_side(questions, previous, self._rules(side), bar.advance)
+            parts = decision, questions, previous, self._sharding(side)
+            plan, self.carry_overs[side] = planner.write_side_plan(*parts, self.folder)
         return plan
 
     def _warn_of_lost_texts(self, side: Side) -> None:
@@ -123,11 +115,11 @@ class NightPlanner:
             advice = "To keep their texts, stop this night and restore the file from a copy."
             logger.warning("%s is missing: %s. %s", path, why, advice)
 
-    def _rules(self, side: Side) -> WriteRules:
+    def _rules(self, side: Side) -> planner.WriteRules:
         before = self.night.previous
         quarantine = None if before is None else unless_damaged(partial(before.finished_quarantine, side))
         unusable = unusable_texts(quarantine, self.night.date)
-        return WriteRules(self.night.manifest.origin.force, refresh=self._refresh(side), unusable=unusable)
+        return planner.WriteRules(self.night.manifest.origin.force, refresh=self._refresh(side), unusable=unusable)
 
     def _refresh(self, side: Side) -> Refresh | None:
         """The rules by which changed prompts are postponed; None: every changed prompt gets a new text."""
@@ -142,11 +134,11 @@ class NightPlanner:
         postponed = POSTPONED.empty_table() if postponed is None else postponed
         return Refresh(settings, night.date, budget, self.decoding.max_new_tokens, postponed)
 
-    def _sharding(self, side: Side) -> Sharding:
+    def _sharding(self, side: Side) -> planner.Sharding:
         size, server = self.night.settings.night.shard_size, self.decoding.endpoint
         if size is None and server is not None and server.mode == "batch":
             size = BATCH_SHARD_ROWS
-        return Sharding(self.decoding.batch_size, size, self.night.routes(side), is_by_score=self._has_max_cost)
+        return planner.Sharding(self.decoding.batch_size, size, self.night.routes(side), is_by_score=self._has_max_cost)
 
     @property
     def _has_max_cost(self) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -70,11 +71,8 @@ class RunTexts:
     def of_entities(self, entity_ids: list) -> dict[str | int, np.ndarray]:
         """The token ids, int32[num_tokens], of each entity that has a text."""
         rows = rows_among(pa.array(entity_ids, self.entity_ids.type), self.entity_ids)
-        return {
-            entity_id: self.tokens[self.starts[row] : self.starts[row + 1]]
-            for entity_id, row in zip(entity_ids, rows.tolist(), strict=True)
-            if row >= 0
-        }
+        found = [(key, row) for key, row in zip(entity_ids, rows.tolist(), strict=True) if row >= 0]
+        return {key: self.tokens[self.starts[row] : self.starts[row + 1]] for key, row in found}
 
     def in_pool(self, tables: Tables, side: Side) -> np.ndarray:
         """The text number of each entity of a table, int64[num_entities]; -1 if it has no text or is left out.
@@ -132,9 +130,8 @@ def read_run_texts(night: Night, side: Side, scratch: Path) -> RunTexts | None:
     )
     fingerprint = next((of_batch[0].as_py() for of_batch in current if len(of_batch)), None)
     if fingerprint is None:  # all texts are stale: every new one failed or was postponed
-        fingerprint = shared_fingerprint(
-            night.template(side), settings.knowledge.max_prompt_tokens, settings.decoding, settings.model_dir
-        )
+        most = settings.knowledge.max_prompt_tokens
+        fingerprint = shared_fingerprint(night.template(side), most, settings.decoding, settings.model_dir)
 
     def batches(*columns: str) -> Iterator[pa.RecordBatch]:
         for batch in run.iter_knowledge(side, (*columns, "fingerprint")):
@@ -226,13 +223,9 @@ def drafted_with(night: Night, side: Side) -> Budget | None:
 def draft_options(decoding: DecodingSettings, budget: Budget | None = None) -> DraftOptions:
     """The draft options of a run of these settings; `budget` None: the budget of the settings."""
     budget = budget or Budget.of(decoding)
-    return DraftOptions(
-        max_nodes=budget.max_draft_tokens or DraftOptions.max_nodes,
-        min_acceptance=budget.min_acceptance,
-        use_prompt="prompt" in decoding.drafters,
-        use_output="output" in decoding.drafters,
-        use_previous="previous" in decoding.drafters,
-    )
+    used: dict[str, Any] = {f"use_{name}": name in decoding.drafters for name in ("prompt", "output", "previous")}
+    most = budget.max_draft_tokens or DraftOptions.max_nodes
+    return DraftOptions(max_nodes=most, min_acceptance=budget.min_acceptance, **used)
 
 
 def _drafted_from(night: Night, side: Side) -> Pool | None:

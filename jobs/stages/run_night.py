@@ -13,6 +13,7 @@ from laserbatch.jobs.console import say
 from laserbatch.jobs.events import emit
 from laserbatch.jobs.gates import measure
 from laserbatch.jobs.settings import Settings
+from laserbatch.jobs.stages import publishing
 from laserbatch.jobs.stages.attempt import recorded, stage
 from laserbatch.jobs.stages.audit import audit_texts, generate_audited, needs_audited_texts, remove_audited_texts
 from laserbatch.jobs.stages.build_pools import collect_pools, prepare_pools
@@ -22,16 +23,7 @@ from laserbatch.jobs.stages.generate import generate_knowledge
 from laserbatch.jobs.stages.metrics import night_metrics
 from laserbatch.jobs.stages.night import Night, open_night, pools_in_use
 from laserbatch.jobs.stages.plain_baseline import generate_plain
-from laserbatch.jobs.stages.publishing import (
-    PublishPolicy,
-    deliver,
-    draw_report,
-    ends_no_night,
-    finalize_run,
-    publish_run,
-    repair_pointer,
-    require_place,
-)
+from laserbatch.jobs.stages.publishing import PublishPolicy
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.distributed.cluster import end_leftovers
 from laserbatch.pipeline.engines.spending import Spending
@@ -84,7 +76,7 @@ def run_night(
     command then only judges the gates again.
     """
     with night_metrics(settings) as metrics, (workspace := Workspace.open(settings.workspace)).lock():
-        repair_pointer(workspace)
+        publishing.repair_pointer(workspace)
         if num_ended := end_leftovers(workspace.root):
             say(f"ended {num_ended} Ray processes that an earlier night of this workspace had left behind")
         night = open_night(settings, date, force, redo, base_run)
@@ -118,7 +110,7 @@ def _do_stages(night: Night, policy: PublishPolicy) -> None:
             # Nothing is published, and the next attempt resumes at the finished shards.
             night.manifest.status, night.manifest.failure = "failed", str(error)
             night.manifest.save()
-            draw_report(night.run, night.manifest)
+            publishing.draw_report(night.run, night.manifest)
             say(f"report of the failed night: {night.run.report_path}")
             raise
         encode_and_build_pools(night, workers)
@@ -131,7 +123,7 @@ def _do_stages(night: Night, policy: PublishPolicy) -> None:
 def _require_place(workspace: Workspace, uri: str) -> None:
     """Before texts are written, raise the errors of `require_place`; only warn of a service that does not answer."""
     try:
-        require_place(workspace, uri)
+        publishing.require_place(workspace, uri)
     except LaserbatchError as error:
         if not getattr(error, "may_pass", False):
             raise type(error)(f"no text was written, because the run could not be delivered. {error}") from None
@@ -152,13 +144,13 @@ def run_stages(night: Night, stages: Iterable[Stage], *values: Any) -> None:
 @contextmanager
 def _recorded_endpoint(night: Night) -> Iterator[None]:
     """Record in the manifest which server writes texts in this block and their cost, also if the block fails."""
-    prices = night.settings.decoding.endpoint and night.settings.decoding.endpoint.price_per_million_tokens
-    if prices is not None:
+    server = night.settings.decoding.endpoint
+    if server is not None and (prices := server.price_per_million_tokens) is not None:
         emit("endpoint", prices=prices.model_dump())  # the running cost is computed from these prices
     try:
         yield
     finally:
-        if (server := night.settings.decoding.endpoint) is not None:
+        if server is not None:
             figures = Spending.of(night.run.root).figures(server)
             night.manifest.generation.endpoint = figures
             if figures.changes:
@@ -179,13 +171,10 @@ def encode_and_build_pools(night: Night, workers: NightWorkers) -> None:
     with run_in_background(build) as built:
         with stage(night.manifest, "encode"):
             fields: dict[Side, tuple[str, ...]] = {side: night.template(side).encode for side in SIDES}
-            night.manifest.features = encode_run(
-                night.run.root, encoding, night.previous, fields=fields, start_cluster=workers.cluster
-            )
+            encode = partial(encode_run, settings=encoding, fields=fields, start_cluster=workers.cluster)
+            night.manifest.features = encode(night.run.root, previous=night.previous)
             if night.settings.night.compare_with_plain:
-                night.manifest.plain_features = encode_run(
-                    night.run.plain.root, encoding, codes_of=night.run, fields=fields, start_cluster=workers.cluster
-                )
+                night.manifest.plain_features = encode(night.run.plain.root, codes_of=night.run)
         with stage(night.manifest, "pools"):
             night.manifest.pools_built = built.result()
 
@@ -225,10 +214,9 @@ def finish_night(night: Night) -> None:
     remove_audited_texts(night)
     manifest = night.manifest
     if night.previous is not None and (earlier := unless_damaged(night.previous.load_manifest)) is not None:
-        manifest.judgement.previous_night = PreviousNight(
-            earlier.run_id, {side: figures.stats for side, figures in earlier.generation.sides.items()}
-        )
-    finalize_run(night.run, manifest, manifest.judgement.gates, night.settings.gates)
+        stats = {side: figures.stats for side, figures in earlier.generation.sides.items()}
+        manifest.judgement.previous_night = PreviousNight(earlier.run_id, stats)
+    publishing.finalize_run(night.run, manifest, manifest.judgement.gates, night.settings.gates)
 
 
 def publish_night(night: Night, policy: PublishPolicy = "if-newer") -> None:
@@ -237,9 +225,9 @@ def publish_night(night: Night, policy: PublishPolicy = "if-newer") -> None:
     A repeated call completes what a killed night left undone.
     """
     run, workspace = night.run, night.workspace
-    publish_run(workspace, run, policy)
-    with ends_no_night("old pools were not removed; the next night tries again"):
+    publishing.publish_run(workspace, run, policy)
+    with publishing.ends_no_night("old pools were not removed; the next night tries again"):
         in_use = pools_in_use(workspace) | {run.run_id}  # the next night of a backfill drafts from this run's pools
         collect_pools(night.pools, KEEP_VERSIONS, in_use)
     if policy != "never":
-        deliver(workspace, night.settings.deliver_to, force=policy == "always")
+        publishing.deliver(workspace, night.settings.deliver_to, force=policy == "always")

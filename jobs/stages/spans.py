@@ -22,10 +22,7 @@ UNFINISHED = "\ufffd"  # written by decoders for bytes that do not make a charac
 
 def report_samples(night: Night, folder: RunFolder, side: Side, plan: SidePlan) -> list[SampleText]:
     """Sample texts of a side: the first text of a few shards, spread evenly over the plan."""
-    if not plan.shards:
-        return []
-    stride = max(1, len(plan.shards) // NUM_SAMPLES)
-    samples = []
+    stride, samples = max(1, len(plan.shards) // NUM_SAMPLES), []
     for shard in plan.shards[::stride][:NUM_SAMPLES]:
         path = folder.knowledge_folder(side) / f"{shard.name}.parquet"
         for record in read_parquet(path).slice(0, 1).to_pylist() if path.exists() else []:
@@ -58,9 +55,7 @@ def text_spans(
     for stop, source in enumerate(names, start=1):
         if stop < len(ids) and names[stop] == source:
             continue
-        end = len(whole)
-        if stop < len(ids):
-            end = max(start, len(decoded(tokenizer, ids[:stop]).rstrip(UNFINISHED)))
+        end = len(decoded(tokenizer, ids[:stop]).rstrip(UNFINISHED)) if stop < len(ids) else len(whole)
         if end > start:
             before = spans.pop().text if spans and spans[-1].source == source else ""
             spans.append(SampleSpan(before + whole[start:end], source))

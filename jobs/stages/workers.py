@@ -100,10 +100,9 @@ class NightWorkers:
 
     def figures(self, worker_pool: WorkerPool, num_shards: int) -> WorkerFigures:
         """The number of workers that `num_shards` shards need, with their layout and price, for the manifest."""
-        layout = worker_pool.layout
-        num_workers = min(layout.num_workers, num_shards)
-        num_gpus = replace(layout, num_workers=num_workers).num_gpus_in_all
-        return WorkerFigures(num_workers, layout.num_threads, layout.device, self._settings.price_per_hour, num_gpus)
+        layout = replace(worker_pool.layout, num_workers=min(worker_pool.layout.num_workers, num_shards))
+        size, price = (layout.num_workers, layout.num_threads, layout.device), self._settings.price_per_hour
+        return WorkerFigures(*size, price, layout.num_gpus_in_all)
 
     def _enter_cluster(self, spec: WorkerSpec | None) -> None:
         try:

@@ -181,7 +181,7 @@ def test_a_disk_that_is_full_of_what_is_carried_over_ends_the_night_at_the_next_
         is_refused.set()
         raise OSError(errno.ENOSPC, "No space left on device", "carried.parquet")
 
-    monkeypatch.setattr(night_plans.CarryOver, "write", full)
+    monkeypatch.setattr(night_plans.planner.CarryOver, "write", full)
     monkeypatch.setattr(shards, "run_shards", workers.run_shards)
     without_ray(monkeypatch.setattr)
     with pytest.raises(OSError, match=r"No space left on device.*carried\.parquet"):
