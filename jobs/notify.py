@@ -22,13 +22,8 @@ from laserbatch.pipeline.errors import ConfigError
 logger = logging.getLogger("laserbatch")
 
 TIMEOUT_S = 10.0
-NOTIFY_URL = typer.Option(
-    None,
-    "--notify-url",
-    metavar="URL",
-    envvar="LASERBATCH_NOTIFY_URL",
-    help="When the command ends, also if it fails, its summary is sent to this URL (POST, JSON).",
-)
+_ABOUT = "When the command ends, also if it fails, its summary is sent to this URL (POST, JSON)."
+NOTIFY_URL = typer.Option(None, "--notify-url", metavar="URL", envvar="LASERBATCH_NOTIFY_URL", help=_ABOUT)
 
 
 @contextmanager

@@ -105,17 +105,12 @@ def writing_state(events: Sequence[Event], now: datetime.datetime) -> dict[str, 
     plans = _plans(events, begun)
     reasons = sum((_quarantined(plans.get(side, {}), counts) for side, counts in by_side.items()), Counter())
     num_shards, num_rows = (sum(side[name] for side in begun["sides"].values()) for name in ("shards", "rows"))
-    state = {
-        "of": begun["of"],
-        "num_shards": max(done["shards"], num_shards),  # a shard that lost its workers is halved
-        "num_shards_done": done["shards"],
-        "num_rows": num_rows,
-        "num_rows_done": done["rows"],
-        "num_quarantined": reasons.total(),
-        "quarantine_reasons": dict(reasons.most_common()),
-        "tokens_per_s": ratio(done["tokens"], done["seconds"]),
-        "acceptance_length": ratio(done["accepted"], done["steps"]),
-    }
+    # A shard that lost its workers is halved, so more shards may be done than were handed out.
+    state = {"of": begun["of"], "num_shards": max(done["shards"], num_shards), "num_shards_done": done["shards"]}
+    state |= {"num_rows": num_rows, "num_rows_done": done["rows"]}
+    state |= {"num_quarantined": reasons.total(), "quarantine_reasons": dict(reasons.most_common())}
+    state |= {"tokens_per_s": ratio(done["tokens"], done["seconds"])}
+    state |= {"acceptance_length": ratio(done["accepted"], done["steps"])}
     rows_left = {side: begun["sides"][side]["rows"] - counts["rows"] for side, counts in by_side.items()}
     expected = {side: begun["expected_tokens"].get(side) for side, num_left in rows_left.items() if num_left}
     left, left_by = sum(rows_left.values()), "rows"

@@ -4,6 +4,7 @@ import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from laserbatch.jobs.formatting import count, counted, decimal, percent
@@ -42,15 +43,11 @@ def audit_row(figures: Mapping[str, Any], digits: int) -> dict[str, str]:
     def both(mean: Mapping[str, float], show: Callable[[float], str]) -> str:
         return f"{show(mean['own'])} ({show(mean['plain'])})"
 
-    return {
-        "Pairs": count(figures["num_pairs"]),
-        "Identical": count(figures["num_identical"]),
-        "Length": decimal(figures["length_ratio"], 3),
-        "Cosine": decimal(figures["cosine"], 3),
-        "Repeated": both(figures["repetition"], lambda share: percent(share, digits)),
-        "Fields": both(figures["fields"], lambda share: percent(share, digits)),
-        "Names": both(figures["names"], decimal),
-    }
+    share = partial(percent, digits=digits)
+    row = {"Pairs": count(figures["num_pairs"]), "Identical": count(figures["num_identical"])}
+    row |= {"Length": decimal(figures["length_ratio"], 3), "Cosine": decimal(figures["cosine"], 3)}
+    row |= {"Repeated": both(figures["repetition"], share), "Fields": both(figures["fields"], share)}
+    return row | {"Names": both(figures["names"], decimal)}
 
 
 def _case(side: Side, case: AuditedText) -> SideBySide:

@@ -78,19 +78,13 @@ def ctr_table(figures: CtrFigures) -> Table:
     rows = []
     for score in scores:
         verdict, gain = None if score.variant in VARIANTS else compared.get(score.model), gain_of(scores, score)
-        rows.append(
-            {
-                "Model": score.model,
-                "Knowledge": score.variant,
-                "AUC": decimal(score.auc, 4) + ("" if score.auc_std is None else f" ± {decimal(score.auc_std, 4)}"),
-                "LogLoss (nats)": decimal(score.logloss, 4),
-                "GAUC": decimal(score.gauc, 4),
-                "Mean prediction − base rate": decimal(score.calibration, 3, signed=True),
-                "AUC, cold users": decimal(score.auc_cold, 4),
-                "AUC vs none": decimal(gain.auc, 4, signed=True) if gain else MISSING,
-                **_against_plain(verdict),
-            }
-        )
+        auc = decimal(score.auc, 4) + ("" if score.auc_std is None else f" ± {decimal(score.auc_std, 4)}")
+        row = {"Model": score.model, "Knowledge": score.variant, "AUC": auc}
+        row |= {"LogLoss (nats)": decimal(score.logloss, 4), "GAUC": decimal(score.gauc, 4)}
+        row |= {"Mean prediction − base rate": decimal(score.calibration, 3, signed=True)}
+        row |= {"AUC, cold users": decimal(score.auc_cold, 4)}
+        row |= {"AUC vs none": decimal(gain.auc, 4, signed=True) if gain else MISSING}
+        rows.append(row | _against_plain(verdict))
     strong = [number for number, score in enumerate(scores) if score.variant not in VARIANTS]
     if ALL_MODELS in compared:
         strong.append(len(rows))
@@ -142,16 +136,12 @@ def variant_table(comparison: Mapping[str, Any]) -> Table:
         per_hour = variant["lift_per_hour"]
         money, num_texts, num_failed = variant["money_per_million"], variant["num_texts"], variant["num_quarantined"]
         tokens = (f"{side} {decimal(mean, 0)}" for side, mean in variant["tokens_per_text"].items())
-        rows.append(
-            {"Variant": variant["variant"]}
-            | {"All" if model == "all" else model: _verdict(verdict) for model, verdict in variant["lift"].items()}
-            | {
-                "Tokens/text": "\n".join(tokens) or MISSING,
-                "Texts": f"{count(sum(num_texts.values()))}\n{count(sum(num_failed.values()))} failed",
-                "Per million": f"{count(variant['seconds_per_million'])} s" + (f"\n{rate(money)}" if money else ""),
-                "Lift/hour": rate(None if per_hour is None else THOUSANDTHS * per_hour),
-            }
-        )
+        row, lifts = {"Variant": variant["variant"]}, variant["lift"].items()
+        row |= {"All" if model == "all" else model: _verdict(verdict) for model, verdict in lifts}
+        row["Tokens/text"] = "\n".join(tokens) or MISSING
+        row["Texts"] = f"{count(sum(num_texts.values()))}\n{count(sum(num_failed.values()))} failed"
+        row["Per million"] = f"{count(variant['seconds_per_million'])} s" + (f"\n{rate(money)}" if money else "")
+        rows.append(row | {"Lift/hour": rate(None if per_hour is None else THOUSANDTHS * per_hour)})
     return Table("Lift and cost by variant", rows, ("Variant",), _caption(comparison), [0])
 
 

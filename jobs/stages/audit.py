@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from laserbatch.jobs.gates import MIN_PAIRS, badness, repeated_shares
+from laserbatch.jobs.stages.generate import generate_plain_sample
 from laserbatch.jobs.stages.night import Night
-from laserbatch.jobs.stages.plain_baseline import generate_plain_sample
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.knowledge.names import names_in, texts_of, unfounded
 from laserbatch.pipeline.knowledge.questions import shown_of_row

@@ -19,10 +19,9 @@ from laserbatch.jobs.stages.audit import audit_texts, generate_audited, needs_au
 from laserbatch.jobs.stages.build_pools import collect_pools, prepare_pools
 from laserbatch.jobs.stages.compare_ctr import compare_night
 from laserbatch.jobs.stages.encode import encode_run, load_encoder, same_dtype
-from laserbatch.jobs.stages.generate import generate_knowledge
+from laserbatch.jobs.stages.generate import generate_knowledge, generate_plain
 from laserbatch.jobs.stages.metrics import night_metrics
 from laserbatch.jobs.stages.night import Night, open_night, pools_in_use
-from laserbatch.jobs.stages.plain_baseline import generate_plain
 from laserbatch.jobs.stages.publishing import PublishPolicy
 from laserbatch.jobs.stages.workers import NightWorkers
 from laserbatch.pipeline.distributed.cluster import end_leftovers

@@ -21,7 +21,7 @@ from small_world import World, first_world
 from laserbatch.jobs.gates import _audited, blocking, gate_sentence, judge
 from laserbatch.jobs.report.page import render_page
 from laserbatch.jobs.settings import GateSettings, Settings, load_settings
-from laserbatch.jobs.stages import audit, plain_baseline, shards
+from laserbatch.jobs.stages import audit, generate, shards
 from laserbatch.jobs.stages.night import Night, parse_date
 from laserbatch.jobs.stages.run_night import run_night
 from laserbatch.jobs.stages.workers import NightWorkers
@@ -198,7 +198,7 @@ def test_a_side_whose_plain_texts_all_failed_is_named_beside_the_other_side(live
 
 def test_plain_texts_that_are_there_already_are_compared_however_few(lived, settings):
     night = changed(lived[0], "night", compare_with_plain=True)
-    night.manifest.generation.plain = plain_baseline.generate_plain(night, NightWorkers(settings.cluster))
+    night.manifest.generation.plain = generate.generate_plain(night, NightWorkers(settings.cluster))
     assert not audit.needs_audited_texts(night)
     night.manifest.judgement.audit = audit.audit_texts(night, Encoder)
     assert {side: night.manifest.judgement.audit.sides[side].num_pairs for side in SIDES} == {"user": 32, "item": 3}
