@@ -63,7 +63,9 @@ def digest(side: Side, entity_id: str) -> str:
 
 def opened_receipt(workspace: Workspace, requested: Ids) -> Receipt:
     """The receipt of the same command if it was killed, otherwise a new one; nothing is written."""
-    ids = {side: {digest(side, key): False for key in sorted(keys)} for side, keys in requested.items()}
+    ids: dict[Side, dict[str, bool]] = {
+        side: {digest(side, key): False for key in sorted(keys)} for side, keys in requested.items()
+    }
     name = hashlib.sha256(canonical_json(ids).encode()).hexdigest()[:8]
     for receipt in unfinished(workspace):
         if receipt.path.stem.endswith(name):

@@ -103,7 +103,5 @@ def _named(
     """Name the first ids, with the reason from the other run's quarantine, if they are in it."""
     failed = other.read_quarantine(side, ["entity_id", "reason"])
     why = dict(zip(failed["entity_id"].to_pylist(), failed["reason"].to_pylist(), strict=True))
-    return [
-        NamedEntity(key, f"{if_quarantined}: {why[key]}" if key in why else otherwise)
-        for key in pc.take(ids, pc.sort_indices(ids)[:num_named]).to_pylist()
-    ]
+    first = pc.take(ids, pc.sort_indices(ids)[:num_named]).to_pylist()
+    return [NamedEntity(key, f"{if_quarantined}: {why[key]}" if key in why else otherwise) for key in first]

@@ -66,15 +66,10 @@ def planned_night(settings: Settings, date: datetime.date, force: bool, redo: bo
         say("tokens are not predicted: no earlier night has texts to take their length from")
     if total is None:
         say("hours are not predicted: no earlier night has measured how fast texts are written here")
-    return {
-        "run_id": night.run.run_id,
-        "state": "would begin" if attempt.manifest is None else "would go on",
-        "built_on": night.manifest.origin.previous_run_id,
-        "drafted_from": night.manifest.generation.pools.version,
-        **sides,
-        "predicted_hours": total,
-        "predicted_cost": _night_cost(settings, sides, total),
-    }
+    state = {"run_id": night.run.run_id, "state": "would begin" if attempt.manifest is None else "would go on"}
+    state |= {"built_on": night.manifest.origin.previous_run_id}
+    state |= {"drafted_from": night.manifest.generation.pools.version}
+    return state | sides | {"predicted_hours": total, "predicted_cost": _night_cost(settings, sides, total)}
 
 
 def _night_cost(settings: Settings, sides: dict[str, dict[str, Any]], hours: float | None) -> float | None:
@@ -106,19 +101,13 @@ def _planned_side(night: Night, plan: SidePlan, scratch: RunFolder) -> dict[str,
     tokens = None if mean_tokens is None else round(num_rows * mean_tokens)
     tokens_per_s = last_speed(night, [side])
     cost = {"predicted_cost": predicted_cost(night, side, num_rows, tokens)} if night.settings.decoding.endpoint else {}
-    return {
-        "num_entities": plan.num_entities,
-        "num_carried_over": plan.num_carried_over,
-        "num_quarantined": plan.num_unpromptable,
-        **({"postponed": plan.postponed} if plan.postponed else {}),
-        "num_to_write": num_rows,
-        "num_shards": len(pending),
-        "num_shards_done": len(plan.shards) - len(pending),
-        **_reasons(night, plan, pending, scratch),
-        "predicted_tokens": tokens,
-        "predicted_hours": None if tokens is None or not tokens_per_s else tokens / tokens_per_s / 3600,
-        **cost,
-    }
+    planned: dict[str, Any] = {"num_entities": plan.num_entities, "num_carried_over": plan.num_carried_over}
+    planned["num_quarantined"] = plan.num_unpromptable
+    planned |= {"postponed": plan.postponed} if plan.postponed else {}
+    planned |= {"num_to_write": num_rows, "num_shards": len(pending)}
+    planned |= {"num_shards_done": len(plan.shards) - len(pending)} | _reasons(night, plan, pending, scratch)
+    hours = None if tokens is None or not tokens_per_s else tokens / tokens_per_s / 3600
+    return planned | {"predicted_tokens": tokens, "predicted_hours": hours} | cost
 
 
 def _reasons(night: Night, plan: SidePlan, shards: list[Shard], scratch: RunFolder) -> dict[str, Any]:

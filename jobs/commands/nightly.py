@@ -147,7 +147,9 @@ def _run_range(
             if isinstance(error, LaserbatchError):
                 error.args = (f"the night of {date}: {error}",)
             raise
-        rows.append(_counts(night))
+        rows.append({"date": str(night.date), "run_id": night.run.run_id})
+        for side, figures in night.manifest.generation.sides.items():
+            rows[-1] |= {f"{side}s_{what}": getattr(figures, f"num_{what}") for what in ("generated", "carried_over")}
         run = night.run
         if run.run_id in night.workspace.publication.not_built_on():
             how = f"`laserbatch nightly --date {date} --force` runs it again"
@@ -163,13 +165,6 @@ def _run_range(
         why = "--publish was not given" if run is base_run else f"run {run.run_id} was rolled back"
         say(f"not published: {why}; {command_to_publish(run)} publishes it")
     return {"nights": rows, "published": opened.publication.run_id()}
-
-
-def _counts(night: Night) -> dict[str, str | int]:
-    row: dict[str, str | int] = {"date": str(night.date), "run_id": night.run.run_id}
-    for side, figures in night.manifest.generation.sides.items():
-        row |= {f"{side}s_{what}": getattr(figures, f"num_{what}") for what in ("generated", "carried_over")}
-    return row
 
 
 def demo(

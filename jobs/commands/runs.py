@@ -103,11 +103,9 @@ def diff(
     if as_json:
         payload = {f"{side}s": asdict(diff) for side, diff in sides.items()}
         return summary({"before": old.run_id, "after": new.run_id, "settings": settings, **payload}, as_json=True)
-    rows = [
-        {"side": side, **{name.replace("_", " "): count(getattr(diff, f"num_{name}"))
-         for name in ("unchanged", "regenerated_same", "changed", "added", "removed")}}
-        for side, diff in sides.items()
-    ]  # fmt: skip
+    names, rows = ("unchanged", "regenerated_same", "changed", "added", "removed"), []
+    for side, diff in sides.items():
+        rows.append({"side": side} | {name.replace("_", " "): count(getattr(diff, f"num_{name}")) for name in names})
     print_table(Table(f"From {old.run_id} to {new.run_id}", rows, ("side",)))
     for key, (then, now) in settings.items():
         say(f"setting {key}: {then} -> {now}")

@@ -210,12 +210,10 @@ def print_tried(tried: TriedEntity, model_key: str) -> None:
     counts = f"{counted(stats.num_tokens, 'token')}{steps}; {rate(stats.tokens_per_s)} tokens/s"
     if stats.num_thought_tokens and tried.fields is not None:
         counts += f"; {counted(stats.num_thought_tokens, 'token')} of thoughts were cut"
-    stdout.print(
-        _panel(visible(tried.prompt), f"Prompt of {tried.side} {tried.entity_id}", about),
-        *([Text(visible(pool))] if stats.num_steps else []),
-        _panel(Text("\n\n").join([text, legend]), "Text"),
-        Text(counts),
-    )
+    stdout.print(_panel(visible(tried.prompt), f"Prompt of {tried.side} {tried.entity_id}", about))
+    if stats.num_steps:
+        stdout.print(Text(visible(pool)))
+    stdout.print(_panel(Text("\n\n").join([text, legend]), "Text"), Text(counts))
     if tried.fields is not None:
         fields = "\n".join(f"{name}: {value}" for name, value in tried.fields.items())
         stdout.print(_panel(visible(fields), "Record"))

@@ -192,4 +192,5 @@ def _verdict(figures: Mapping[str, Any], between: str = "\n") -> str:
     parts = [decimal(figures["mean_difference"], 4, signed=True)]
     if figures["low"] is not None:
         parts.append(f"±{decimal(figures['high'] - figures['mean_difference'], 4)}")
-    return between.join([*parts, WORDS.get(figures["verdict"], figures["verdict"])])
+    verdict: str = figures["verdict"]
+    return between.join([*parts, WORDS.get(verdict, verdict)])

@@ -54,14 +54,10 @@ def render_page(manifest: RunManifest) -> str:
     """The report as one self-contained HTML text."""
     sides = sides_of(manifest)
     was_stopped = manifest.status == "failed" and not sides  # no figures, only the reason
-    return render(
-        manifest,
-        f"Night of {manifest.date.day} {manifest.date:%B %Y}",
-        headline(manifest, sides),
-        [] if was_stopped else key_figures(manifest, sides),
-        [provenance_section(manifest)] if was_stopped else sections_of(manifest, sides),
-        _warnings(manifest, sides),
-    )
+    title, head = f"Night of {manifest.date.day} {manifest.date:%B %Y}", headline(manifest, sides)
+    figures = [] if was_stopped else key_figures(manifest, sides)
+    sections = [provenance_section(manifest)] if was_stopped else sections_of(manifest, sides)
+    return render(manifest, title, head, figures, sections, _warnings(manifest, sides))
 
 
 def render(
@@ -89,16 +85,9 @@ def render(
 
 
 def sections_of(manifest: RunManifest, sides: list[SideReport]) -> list[Section]:
-    return [
-        work_section(manifest, sides),
-        gates_section(manifest),
-        speed_section(manifest, sides),
-        drafts_section(manifest, sides),
-        ctr_section(manifest.judgement.ctr),
-        audit_section(manifest.judgement.audit),
-        samples_section(sides),
-        provenance_section(manifest),
-    ]
+    sections = [work_section(manifest, sides), gates_section(manifest), speed_section(manifest, sides)]
+    sections += [drafts_section(manifest, sides), ctr_section(manifest.judgement.ctr)]
+    return [*sections, audit_section(manifest.judgement.audit), samples_section(sides), provenance_section(manifest)]
 
 
 def headline(manifest: RunManifest, sides: list[SideReport]) -> Markup:

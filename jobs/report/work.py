@@ -33,8 +33,11 @@ def work_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
         blocks.append(Note(f"Interactions left out as exact copies of another one: {count(num_copies)}."))
     if busy:
         series = [Series(name, [getattr(side.figures, key) for side in busy], colour) for key, name, colour in OUTCOMES]
-        measured, caption = "share of the side's entities", " ".join(map(_outcomes, busy))
-        caption += " Carried over: prompt, template, model and decoding options are the same as for the last text."
+        measured, caption = "share of the side's entities", ""
+        for side in busy:
+            counts = ", ".join(f"{count(getattr(side.figures, key))} {name}" for key, name, _ in OUTCOMES)
+            caption += f"{side.label}: {counts} of {count(side.figures.num_entities)}. "
+        caption += "Carried over: prompt, template, model and decoding options are the same as for the last text."
         labels = [side.label for side in busy]
         blocks.append(stacked_shares("Entities by outcome", labels, series, measured, caption))
     if manifest.stages:
@@ -110,11 +113,6 @@ def _endpoint(server: EndpointFigures, corpus: ExternalCorpusFigures | None) -> 
         size = f"{count(corpus.num_texts)} texts of the night before ({count(corpus.num_tokens)} tokens)"
         caption += f"It drafted from {size}; {count(corpus.num_left_out)} texts were left out. {corpus.problem}"
     return Table("Answers of the server", [row], ("Server",), caption)
-
-
-def _outcomes(side: SideReport) -> str:
-    counts = ", ".join(f"{count(getattr(side.figures, key))} {name}" for key, name, _ in OUTCOMES)
-    return f"{side.label}: {counts} of {count(side.figures.num_entities)}."
 
 
 def samples_section(sides: list[SideReport]) -> Section:

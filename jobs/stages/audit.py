@@ -108,8 +108,8 @@ def _sample_sizes(night: Night) -> dict[Side, int]:
     share, fewest = (1, 1) if settings.compare_with_plain else (MIN_TEXTS_PER_AUDITED, MIN_PAIRS)
     sides = night.manifest.generation.sides.items()
     written: dict[Side, int] = {side: sum(shard.num_rows for shard in figures.shards) for side, figures in sides}
-    sizes = ((side, min(settings.num_audited, number // share)) for side, number in written.items())
-    return {side: size for side, size in sizes if size >= fewest}
+    most = settings.num_audited
+    return {side: size for side, number in written.items() if (size := min(most, number // share)) >= fewest}
 
 
 def _samples(night: Night) -> dict[Side, _Sample]:

@@ -197,18 +197,17 @@ def unchanged_pools(night: Night, version: str) -> dict[Side, PoolBuilt]:
         return {}
     if (before := unless_damaged(previous.load_manifest)) is None:
         return {}
-    is_same = all(_digest_of(before, name) == _digest_of(night.manifest, name) is not None for name in TABLE_NAMES)
+    inputs, now = (
+        {name: facts.get("known_sha256") for name, facts in manifest.origin.inputs.items()}
+        for manifest in (before, night.manifest)
+    )
+    is_same = inputs == now and now.keys() == set(TABLE_NAMES) and None not in now.values()
     for side in SIDES:
-        then, now = before.generation.sides.get(side), night.manifest.generation.sides.get(side)
-        if then is None or now is None or now.num_generated:
+        then, tonight = before.generation.sides.get(side), night.manifest.generation.sides.get(side)
+        if then is None or tonight is None or tonight.num_generated:
             return {}
-        is_same &= then.num_entities == now.num_entities
-    is_same &= before.origin.inputs.keys() == set(TABLE_NAMES) == night.manifest.origin.inputs.keys()
+        is_same &= then.num_entities == tonight.num_entities
     return before.pools_built if is_same else {}
-
-
-def _digest_of(manifest: RunManifest, table: str) -> str | None:
-    return manifest.origin.inputs.get(table, {}).get("known_sha256")
 
 
 def _link_pools(

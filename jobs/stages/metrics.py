@@ -8,12 +8,11 @@ import logging
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
 
 from laserbatch.jobs.console import ExitCode
 from laserbatch.jobs.events import last_attempt
@@ -147,7 +146,14 @@ def _with_figures(page: _Page, night: NightMetrics, workspace: Path, is_running:
         page.add("published_date_timestamp_seconds", "Midnight (UTC) of the published run's date.", (none, midnight))
     if manifest is None:
         return "\n".join([*page.lines, ""])
-    _add_progress(page, events, manifest.path.parent, is_running)
+    if stage := current_stage(events):  # progress and cost as `laserbatch status` shows them
+        about = "1 for the running stage; after the night's end, 0 for the stage that ran last."
+        page.add("running_stage", about, ({"stage": stage["stage"]}, is_running))
+    writing = writing_state(events, datetime.datetime.now(datetime.UTC)) or {}
+    for name, about, figure in OF_WRITING:
+        page.add(name, about, ({"stage": writing.get("of", "")}, writing.get(figure)))
+    cost = cost_so_far(events, manifest.path.parent)
+    page.add("cost", "Cost of the server's answers, in the currency of prices.", (none, cost))
     sides = (manifest.generation.sides or sides_so_far(events)).items()
     entities, quarantined = [], []
     for side, figures in sides:
@@ -160,17 +166,6 @@ def _with_figures(page: _Page, night: NightMetrics, workspace: Path, is_running:
     stages = (({"stage": name}, seconds) for name, seconds in manifest.stages.copy().items())
     page.add("stage_seconds", "Wall time by stage, over all attempts at the run.", *stages)
     return "\n".join([*page.lines, ""])
-
-
-def _add_progress(page: _Page, events: Sequence[dict[str, Any]], run_dir: Path, is_running: int | None) -> None:
-    """Add the progress of the last attempt and the cost of its answers, as `laserbatch status` shows them."""
-    if stage := current_stage(events):
-        about = "1 for the running stage; after the night's end, 0 for the stage that ran last."
-        page.add("running_stage", about, ({"stage": stage["stage"]}, is_running))
-    writing = writing_state(events, datetime.datetime.now(datetime.UTC)) or {}
-    for name, about, figure in OF_WRITING:
-        page.add(name, about, ({"stage": writing.get("of", "")}, writing.get(figure)))
-    page.add("cost", "Cost of the server's answers, in the currency of prices.", ({}, cost_so_far(events, run_dir)))
 
 
 def _successes(workspace: Path) -> tuple[datetime.date | None, float | None]:

@@ -97,13 +97,10 @@ class Night:
 
 
 def parse_date(text: str) -> datetime.date:
-    try:
-        date = datetime.date.fromisoformat(text)
-    except ValueError:
-        date = datetime.date.min
-    if not 1970 <= date.year < 2200:
-        raise ConfigError(f"{text!r} is not a date; expected YYYY-MM-DD between 1970 and 2199, for example 2025-03-01")
-    return date
+    with suppress(ValueError):
+        if 1970 <= (date := datetime.date.fromisoformat(text)).year < 2200:
+            return date
+    raise ConfigError(f"{text!r} is not a date; expected YYYY-MM-DD between 1970 and 2199, for example 2025-03-01")
 
 
 def parse_night(text: str, force: bool = False) -> datetime.date:
@@ -341,10 +338,8 @@ def describe_pools(pools: PoolVersion | None) -> PoolsUsed:
     """Describe the pools that a run drafts from for its manifest, where they stay fixed for every later attempt."""
     if pools is None:
         return PoolsUsed()
-    figures = {
-        side: PoolFigures(pools.version, pool.num_texts, pool.num_tokens, pool.groups)
-        for side, pool in pools.pools.items()
-    }
+    figures = {side: PoolFigures(pools.version, pool.num_texts, pool.num_tokens, pool.groups)
+               for side, pool in pools.pools.items()}  # fmt: skip
     return PoolsUsed(pools.version, figures.get("user"), figures.get("item"))
 
 

@@ -162,8 +162,10 @@ def calibrate_side(night: Night, side: Side, run_texts: RunTexts, routes: Routes
     options = draft_options(night.settings.decoding, drafted_with(night, side))
     if (drafted_from := _drafted_from(night, side)) is not None:
         if (calibration := drafted_from.manifest.calibration) is not None:
-            num_changed = calibration.num_texts_changed + num_written(night, side)
-            calibration = calibration.model_copy(update={"num_texts_changed": num_changed})
+            plan = load_plan(night.run.root, side)
+            num_written = 0 if plan is None else sum(shard.num_rows for shard in plan.shards)
+            update = {"num_texts_changed": calibration.num_texts_changed + num_written}
+            calibration = calibration.model_copy(update=update)
         budgets = _valid_budgets(calibration, run_texts, drafted_from, options)
         if budgets is not None and budgets.changed is not None:
             return calibration
@@ -206,12 +208,6 @@ def _valid_budgets(
         return None
     is_stale = calibration.num_texts_changed > MAX_SHARE_CHANGED * len(run_texts)
     return None if is_stale or calibration.budgets.sources != options.sources else calibration.budgets
-
-
-def num_written(night: Night, side: Side) -> int:
-    """The number of a side's texts that the plan of a run has to write."""
-    plan = load_plan(night.run.root, side)
-    return 0 if plan is None else sum(shard.num_rows for shard in plan.shards)
 
 
 def drafted_with(night: Night, side: Side) -> Budget | None:

@@ -253,12 +253,10 @@ def forget_delivered(workspace: Workspace, uri: str | None) -> dict[str, str]:
                 f"{uri}: found no table with rows, but {last} was delivered there. Make the tables readable here "
                 f"and give the command again; if they were deleted, remove the place from {workspace.root / PLACES}"
             )
-    for run_id in filter(here.__contains__, delivered):
+    kept = [run_id for run_id in delivered if run_id in here]
+    for run_id in kept:
         here[run_id].require_whole()  # a file that is missing here would be removed there
-    done = {
-        run_id: "sent again" if destination.copy(here[run_id]).num_files else "as it was"
-        for run_id in delivered if run_id in here
-    }  # fmt: skip
+    done = {run_id: "sent again" if destination.copy(here[run_id]).num_files else "as it was" for run_id in kept}
     deliver(workspace, uri)
     removed = destination.remove([run_id for run_id in delivered if run_id not in here])
     done |= dict.fromkeys(removed, "removed")

@@ -213,8 +213,9 @@ def finish_night(night: Night) -> None:
     remove_audited_texts(night)
     manifest = night.manifest
     if night.previous is not None and (earlier := unless_damaged(night.previous.load_manifest)) is not None:
-        stats = {side: figures.stats for side, figures in earlier.generation.sides.items()}
-        manifest.judgement.previous_night = PreviousNight(earlier.run_id, stats)
+        manifest.judgement.previous_night = PreviousNight(
+            earlier.run_id, {side: figures.stats for side, figures in earlier.generation.sides.items()}
+        )
     publishing.finalize_run(night.run, manifest, manifest.judgement.gates, night.settings.gates)
 
 

@@ -213,10 +213,8 @@ def predict_pairs(model: Path, night: Night, tables: str, pairs: Path, out: Path
     pair_table = pa.Table.from_batches(iter_log(pairs, "pairs", needs_time=False))
     if "score" in pair_table.column_names:
         raise CtrError(f"{pairs} already has a column 'score', which this command adds. Rename or drop it.")
-    users, items = (
-        numbers_of(plain_ids(pair_table[f"{side}_id"].combine_chunks()), ids, side, str(pairs))
-        for side, ids in ids_of(opened).items()
-    )
+    known = {side: (plain_ids(pair_table[f"{side}_id"].combine_chunks()), ids) for side, ids in ids_of(opened).items()}
+    users, items = (numbers_of(*both, side, str(pairs)) for side, both in known.items())
     log = labelled_log(opened, card.as_of, card.settings)
     if not len(log.users):
         raise CtrError(f"no interaction of {tables} has a label ({card.settings.label}); scoring needs some that have")

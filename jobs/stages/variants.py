@@ -59,11 +59,9 @@ def of_frameworks(settings: Settings, frameworks: Sequence[str]) -> list[Variant
                 f"{frameworks_there}; runs whose manifests name no framework are not counted). Run a night "
                 f"with its templates, or `laserbatch experiment --framework {' --framework '.join(frameworks)}`"
             )
-    chosen = _of_one_date({name: runs_of[name] for name in frameworks})
-    return [
-        _variant(name, settings.model_copy(update={"workspace": run.workspace}), run.run_id, adaptor=name)
-        for name, run in chosen.items()
-    ]
+    chosen = _of_one_date({name: runs_of[name] for name in frameworks}).items()
+    within = {name: settings.model_copy(update={"workspace": run.workspace}) for name, run in chosen}
+    return [_variant(name, within[name], run.run_id, adaptor=name) for name, run in chosen]
 
 
 def of_configs(configs: Mapping[str, Settings]) -> list[Variant]:
@@ -107,8 +105,7 @@ def _of_one_date(runs_of: Mapping[str, Sequence[RunFolder]]) -> dict[str, RunFol
                 by_place.setdefault(_place(manifest), {})[name] = run
     shared = [place for place, of_place in by_place.items() if len(of_place) == len(runs_of)]
     if shared:
-        of_place = by_place[max(shared)]
-        return {name: of_place[name] for name in runs_of}
+        return {name: by_place[max(shared)][name] for name in runs_of}
     newest = ", ".join(f"{name}: {runs[-1].date} in {runs[-1].workspace}" for name, runs in runs_of.items())
     dates = set.intersection(*({run.date for run in runs} for runs in runs_of.values()))
     wrong = f"their tables differ in what was known on {max(dates)}" if dates else "they have no date in common"
@@ -180,10 +177,8 @@ def _variant_figures(variant: Variant, step_cost: StepCost | None) -> dict[str, 
     seconds = cost_of_a_million(night, step_cost)
     hours = None if seconds is None else seconds / 3600
     price = workers.price_per_hour if workers else None
-    return {
-        "variant": variant.name,
-        "run_id": night.run.run_id,
-        "workspace": str(night.workspace.root),
+    named = {"variant": variant.name, "run_id": night.run.run_id, "workspace": str(night.workspace.root)}
+    return named | {
         "adaptor": variant.ctr.adaptor,
         "templates": {side: night.settings.knowledge.template_of(side) for side in SIDES},
         "tokens_per_text": {side: means(night.run, side, ["num_tokens"])[0] for side in sides},
