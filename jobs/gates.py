@@ -94,20 +94,17 @@ VERDICTS = {"stop": "blocks", "warn": "warns", "ignore": "passes"}  # by the val
 
 def judge(measured: Sequence[GateFigures], settings: GateSettings) -> list[GateFigures]:
     """Add limits and verdicts to the values: "passes", "warns" or "blocks"; a gate without a value passes."""
-    return [_judged(figures, settings) for figures in measured]
-
-
-def _judged(figures: GateFigures, settings: GateSettings) -> GateFigures:
-    gate, value = GATES[figures.gate], figures.value
-    limit = getattr(settings, gate.limit) if isinstance(gate.limit, str) else gate.limit
-    limit = figures.limit if limit is None else limit
-    if value is None or limit is None:
-        return replace(figures, limit=limit, verdict="passes")
-    is_beyond = value < limit if gate.is_least else value > limit
-    beyond = "warns" if gate.only_warns or not figures.can_block else "blocks"
-    if beyond == "blocks" and gate.consequence is not None:
-        beyond = VERDICTS[getattr(settings, gate.consequence)]
-    return replace(figures, limit=limit, verdict=beyond if is_beyond else "passes")
+    judged = []
+    for figures in measured:
+        gate, value, verdict = GATES[figures.gate], figures.value, "passes"
+        limit = getattr(settings, gate.limit) if isinstance(gate.limit, str) else gate.limit
+        limit = figures.limit if limit is None else limit
+        if value is not None and limit is not None and (value < limit if gate.is_least else value > limit):
+            verdict = "blocks" if gate.consequence is None else VERDICTS[getattr(settings, gate.consequence)]
+            if gate.only_warns or not figures.can_block:
+                verdict = "warns"
+        judged.append(replace(figures, limit=limit, verdict=verdict))
+    return judged
 
 
 def blocking(gates: Sequence[GateFigures]) -> list[GateFigures]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -27,10 +26,9 @@ NUM_LINES_OF_FINDINGS = 200
 
 @app.command()
 def check(
-    path: Annotated[
-        str | None,
-        typer.Argument(help="Folder with users, items and interactions, or its URI; default: the configured tables."),
-    ] = None,
+    path: str | None = typer.Argument(
+        None, help="Folder with users, items and interactions, or its URI; default: the configured tables."
+    ),
     config: Path | None = CONFIG,
     as_json: bool = JSON,
 ) -> None:
@@ -47,12 +45,12 @@ def check(
 
 @app.command(name="import")
 def import_(
-    source: Annotated[Path, typer.Argument(help="Folder with the files to read.")],
-    out: Annotated[Path, typer.Argument(help="Folder to write the tables to.")],
-    mapping: Annotated[
-        Path, typer.Option(help="YAML that says which column becomes which; configs/import_example.yaml explains it.")
-    ],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is there.")] = False,
+    source: Path = typer.Argument(..., help="Folder with the files to read."),
+    out: Path = typer.Argument(..., help="Folder to write the tables to."),
+    mapping: Path = typer.Option(
+        ..., help="YAML that says which column becomes which; configs/import_example.yaml explains it."
+    ),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace OUT if it is there."),
     as_json: bool = JSON,
 ) -> None:
     """Make tables by a column mapping from any Parquet or CSV files or from database queries, and check them.
@@ -81,16 +79,12 @@ def import_(
 
 @app.command()
 def sample(
-    out: Annotated[Path, typer.Argument(help="Folder to write the tables to.")],
-    num_users: Annotated[
-        int, typer.Option(min=1, help="Number of users; they are streamed to disk, so a million works.")
-    ] = 400,
-    num_items: Annotated[int, typer.Option(min=20, help="Number of items in the catalogue.")] = 300,
-    days: Annotated[
-        int, typer.Option(min=2, help="Days of ratings; the last brings new users, items and behaviour.")
-    ] = 60,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sample; the same seed gives the same files.")] = 0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is there.")] = False,
+    out: Path = typer.Argument(..., help="Folder to write the tables to."),
+    num_users: int = typer.Option(400, min=1, help="Number of users; they are streamed to disk, so a million works."),
+    num_items: int = typer.Option(300, min=20, help="Number of items in the catalogue."),
+    days: int = typer.Option(60, min=2, help="Days of ratings; the last brings new users, items and behaviour."),
+    seed: int = typer.Option(0, min=0, help="Seed of the sample; the same seed gives the same files."),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace OUT if it is there."),
     as_json: bool = JSON,
 ) -> None:
     """Write a synthetic sample world: a catalogue, users with tastes, and ratings over some weeks.

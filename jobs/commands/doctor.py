@@ -20,12 +20,11 @@ logger = logging.getLogger("laserbatch")
 STYLES = {"ok": "green", "warning": "yellow", "fault": "bold red"}
 # Functions of `jobs/checks`. Their modules are imported when they run, so a failing import of torch is a finding too.
 CHECKS = (
-    *("machine.check_versions", "machine.check_gpu", "machine.check_kernels", "machine.check_batch"),
-    *("machine.check_engine", "model.check_model", "model.check_drafters", "model.check_dtype", "model.check_memory"),
-    "trial.check_answer",
-    *("machine.check_workspace", "machine.check_encoder", "machine.check_pools", "machine.check_tables"),
-    *("machine.check_delivery", "machine.check_extensions"),
-)
+    "machine.check_versions", "machine.check_gpu", "machine.check_kernels", "machine.check_batch",
+    "machine.check_engine", "model.check_model", "model.check_drafters", "model.check_dtype", "model.check_memory",
+    "trial.check_answer", "machine.check_workspace", "machine.check_encoder", "machine.check_pools",
+    "machine.check_tables", "machine.check_delivery", "machine.check_extensions",
+)  # fmt: skip
 MODEL_CHECKS = ("model.check_model", "model.check_dtype", "model.check_memory", "trial.check_model_here")
 
 

@@ -1,7 +1,6 @@
 """`laserbatch model`: make model folders from other files."""
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -20,8 +19,8 @@ def _model() -> None:
 
 @app.command(name="import")
 def import_(
-    file: Annotated[Path, typer.Argument(help="GGUF file of a language model.")],
-    out: Annotated[Path, typer.Argument(help="Folder to write the model to.", **TO_FOLDER)],
+    file: Path = typer.Argument(..., help="GGUF file of a language model."),
+    out: Path = typer.Argument(..., help="Folder to write the model to.", **TO_FOLDER),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace OUT if it is there."),
     as_json: bool = JSON,
 ) -> None:

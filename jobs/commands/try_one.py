@@ -139,7 +139,8 @@ def with_only(tables: Tables, side: Side, text: str | None, of_all_dates: pa.Tab
 def write_entity(night: Night, side: Side) -> TriedEntity:
     """Write the text of a side's only entity as the worker of a night does, in a temporary folder."""
     # Imported late: torch and Ray take half a minute to load, and a wrong id is reported before.
-    from laserbatch.jobs.stages.generate import plan_of_side
+    from laserbatch.jobs.stages.generate import GenerationStage
+    from laserbatch.jobs.stages.night_plans import NightPlanner
     from laserbatch.pipeline.budget.cost_cache import user_step_costs
     from laserbatch.pipeline.distributed.worker import ShardWorker
 
@@ -147,7 +148,8 @@ def write_entity(night: Night, side: Side) -> TriedEntity:
     (entity_id,) = night.tables.entities(side)[f"{side}_id"].to_pylist()
     with ScratchFolder("try") as scratch:
         folder = RunFolder(Path(scratch))
-        plan, spec = plan_of_side(night, folder, side)
+        stage = GenerationStage(NightPlanner(night, folder, decoding))
+        plan, spec = stage.planner.plan(side)[0], stage.worker_spec()
         if not plan.shards:
             raise TableError(f"{side} {entity_id} cannot be written: it has no title")
         (shard,), ((scheme, _),) = plan.shards, plan.routes.items()

@@ -8,6 +8,13 @@ from laserbatch.pipeline.storage.manifest import RunManifest
 from laserbatch.pipeline.storage.stats import DecodingStats
 
 PASSES = {"tonight": "tonight", "previous_night": "previous night", "plain": "plain decoding"}
+SPEED_CAPTION = (
+    "Tokens per second: tokens written, divided by the seconds of writing{}. "
+    "Acceptance length: mean accepted draft tokens per step, the bonus token not counted. "
+    "Tokens per step: acceptance length + 1, the bonus token counted. "
+    "vs plain: tokens per second divided by those of plain decoding. Cut: texts that ended at the token limit. "
+    "Prompt reused: prompt tokens whose keys and values were in the cache already, from another prompt."
+)
 
 
 def speed_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
@@ -18,7 +25,11 @@ def speed_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
     if (of_run := manifest.generation.workers) is not None:
         workers = f" by {counted(of_run.num_workers, 'worker')}, {counted(of_run.num_threads, 'thread')} each"
     verifier = manifest.origin.settings.get("decoding", {}).get("verifier")
-    blocks: list[Block] = [_numbers(sides, PASSES | {"tonight": f"tonight ({verifier})"}, workers)]
+    passes = PASSES | {"tonight": f"tonight ({verifier})"}
+    shown = [(side, key) for side in sides for key in passes if getattr(side, key)]
+    rows = [_pass_row(side, passes[key], getattr(side, key), key != "plain") for side, key in shown]
+    strong = [number for number, (_, key) in enumerate(shown) if key == "tonight"]
+    blocks: list[Block] = [Table("Speed", rows, ("Side", "Pass"), SPEED_CAPTION.format(workers), strong)]
     if not any(side.previous_night for side in sides):
         blocks.append(Note("There is no previous night with written texts to compare with."))
     if not any(side.plain for side in sides):
@@ -34,21 +45,6 @@ def speed_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
             "as plain decoding writes them."
         )
     return Section("speed", "Speed", blocks, lead)
-
-
-def _numbers(sides: list[SideReport], passes: dict[str, str], workers: str) -> Table:
-    shown = [(side, key) for side in sides for key in passes if getattr(side, key)]
-    return Table(
-        "Speed",
-        [_pass_row(side, passes[key], getattr(side, key), key != "plain") for side, key in shown],
-        ("Side", "Pass"),
-        f"Tokens per second: tokens written, divided by the seconds of writing{workers}. "
-        "Acceptance length: mean accepted draft tokens per step, the bonus token not counted. "
-        "Tokens per step: acceptance length + 1, the bonus token counted. "
-        "vs plain: tokens per second divided by those of plain decoding. Cut: texts that ended at the token limit. "
-        "Prompt reused: prompt tokens whose keys and values were in the cache already, from another prompt.",
-        [number for number, (_, key) in enumerate(shown) if key == "tonight"],
-    )
 
 
 def _pass_row(side: SideReport, name: str, stats: DecodingStats, is_compared: bool) -> dict[str, str]:

@@ -56,12 +56,6 @@ def generate_knowledge(night: Night, workers: NightWorkers) -> dict[Side, SideFi
     return GenerationStage(NightPlanner(night, night.run, night.settings.decoding)).run(workers)
 
 
-def plan_of_side(night: Night, folder: RunFolder, side: Side) -> tuple[SidePlan, TextSpec]:
-    """Plan a side in `folder`, which need not be the run's; return the plan and the specification of its worker."""
-    planner = NightPlanner(night, folder, night.settings.decoding)
-    return planner.plan(side)[0], GenerationStage(planner).worker_spec()
-
-
 class GenerationStage:
     """Generates the texts that a planner plans, for both sides, into the planner's run folder."""
 
@@ -242,11 +236,9 @@ def require_usable_texts(night: Night, plan: SidePlan, finished: Mapping[str, Sh
     failed = night.run.read_quarantine(plan.side, ["entity_id", "reason"])
     reasons = count_reasons(failed)
     example = failed["entity_id"][failed["reason"].index(next(iter(reasons))).as_py()].as_py()
-    advice = (
-        f"Look at one with `laserbatch try --{plan.side} {shlex.quote(str(example))}`, and change "
-        f"{night.settings.decoding.model_key} or knowledge.{plan.side}_template; if you change only their files, "
-        "start a new run with `laserbatch nightly --force`"
-    )
+    change = f"{night.settings.decoding.model_key} or knowledge.{plan.side}_template; if you change only their files"
+    advice = f"Look at one with `laserbatch try --{plan.side} {shlex.quote(str(example))}`, and change {change}, "
+    advice += "start a new run with `laserbatch nightly --force`"
     if needs_a_model(night.settings):
         advice = NEEDS_A_MODEL[0].upper() + NEEDS_A_MODEL[1:]
     raise RunFailed(
@@ -278,9 +270,8 @@ def generate_plain_sample(
     if pending:
         say(f"generate plain: {sum(shard.num_rows for shard in pending)} sampled texts to compare with tonight's texts")
         spec = PlainBaselineStage(PlainPlanner(night, folder, _plain_decoding(night))).worker_spec()
-        hand_out(
-            workers.worker_pool(spec), pending, {side: {} for side in rows}, "generate audited", lambda _: NO_DRAFTS
-        )
+        pool, finished = workers.worker_pool(spec), {side: {} for side in rows}
+        hand_out(pool, pending, finished, "generate audited", lambda _: NO_DRAFTS)
 
 
 def _plain_decoding(night: Night) -> DecodingSettings:

@@ -168,11 +168,9 @@ def _sampled(folder: Path, experiment: Experiment) -> dict[str, Any]:
     except BaseException:
         remove_folder(folder)
         raise
-    say(
-        f"the sample has {counted(sample.num_users, 'user')}, {counted(sample.num_items, 'item')}, "
-        f"{percent(sample.share_kept)} of these users' interactions up to {experiment.date}, and "
-        f"{counted(sample.num_later, 'later interaction')} to judge by"
-    )
+    kept, later = percent(sample.share_kept), counted(sample.num_later, "later interaction")
+    say(f"the sample has {counted(sample.num_users, 'user')}, {counted(sample.num_items, 'item')}, "
+        f"{kept} of these users' interactions up to {experiment.date}, and {later} to judge by")  # fmt: skip
     atomic.write_json({"spec": experiment.spec, "inputs": describe(source), "sample": asdict(sample)}, path)
     return asdict(sample)
 
