@@ -191,7 +191,10 @@ def demo(
             if describe(tables) != describe(made):
                 raise TableError(f"{tables} does not hold this demo's tables; give another --folder")
     config = folder / "laserbatch.yaml"
-    text = _demo_configuration(model_dir)
+    text = (PACKAGE_ROOT / "configs" / ("demo.yaml" if model_dir is None else "demo_real.yaml")).read_text("utf-8")
+    if model_dir is not None:
+        text = text.replace("decoding:\n", f"decoding:\n  model: {json.dumps(str(model_dir.resolve()))}\n")
+    text = f"workspace: workspace\ntables: {{path: tables}}\n{text}"
     if config.exists() and config.read_text(encoding="utf-8") != text:
         raise ConfigError(f"{config} is not this demo's configuration; remove it, or give another --folder")
     write_text(text, config)
@@ -209,14 +212,6 @@ def demo(
     print_ctr(second.manifest.judgement.ctr)
     stdout.print(f"report: {second.run.report_path}", soft_wrap=True, markup=False)
     stdout.print(f"next, use --config {config}, for example: laserbatch try --config {config}", soft_wrap=True)
-
-
-def _demo_configuration(model_dir: Path | None) -> str:
-    """The text of the demo's configuration file, with the bundled model if `model_dir` is None."""
-    text = (PACKAGE_ROOT / "configs" / ("demo.yaml" if model_dir is None else "demo_real.yaml")).read_text("utf-8")
-    if model_dir is not None:
-        text = text.replace("decoding:\n", f"decoding:\n  model: {json.dumps(str(model_dir.resolve()))}\n")
-    return f"workspace: workspace\ntables: {{path: tables}}\n{text}"
 
 
 def left_out_columns(manifest: RunManifest) -> list[str]:

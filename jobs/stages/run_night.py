@@ -166,7 +166,12 @@ def encode_and_build_pools(night: Night, workers: NightWorkers) -> None:
     with stage(night.manifest, "pools"):
         build = prepare_pools(night, make_current=False, start_cluster=workers.cluster)
     if any(figures.num_generated for figures in night.manifest.generation.sides.values()):
-        _import_first(night)
+        # Encoding and replays share these: of two threads that import one, one may see half of it.
+        import sklearn.cluster
+        import sklearn.linear_model
+        import sklearn.metrics  # noqa: F401
+
+        _ = night.tokenizer
     with run_in_background(build) as built:
         with stage(night.manifest, "encode"):
             fields: dict[Side, tuple[str, ...]] = {side: night.template(side).encode for side in SIDES}
@@ -197,15 +202,6 @@ def run_in_background(function: Callable[[], Any]) -> Iterator[Future]:
     except BaseException:
         wait([result])
         raise
-
-
-def _import_first(night: Night) -> None:
-    """Import packages that encoding and replays share: of two threads importing one, one may see half of it."""
-    import sklearn.cluster
-    import sklearn.linear_model
-    import sklearn.metrics  # noqa: F401
-
-    _ = night.tokenizer
 
 
 def finish_night(night: Night) -> None:
