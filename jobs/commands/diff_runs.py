@@ -76,7 +76,8 @@ class _Texts:
     """A side of a run: ids, fingerprints and origins in memory; texts are read on demand."""
 
     def __init__(self, run: RunFolder, side: Side) -> None:
-        self._run, self._side = run, side
+        self._run: RunFolder = run
+        self._side: Side = side
         batches = list(run.iter_knowledge(side, ["entity_id", "fingerprint", "run_id"]))
         table = pa.Table.from_batches(batches) if batches else knowledge_schema(pa.string()).empty_table()
         self.ids, self.fingerprints = table["entity_id"], table["fingerprint"]

@@ -270,8 +270,8 @@ def generate_plain_sample(
     if pending:
         say(f"generate plain: {sum(shard.num_rows for shard in pending)} sampled texts to compare with tonight's texts")
         spec = PlainBaselineStage(PlainPlanner(night, folder, _plain_decoding(night))).worker_spec()
-        pool, finished = workers.worker_pool(spec), {side: {} for side in rows}
-        hand_out(pool, pending, finished, "generate audited", lambda _: NO_DRAFTS)
+        finished: dict[Side, Finished] = {side: {} for side in rows}
+        hand_out(workers.worker_pool(spec), pending, finished, "generate audited", lambda _: NO_DRAFTS)
 
 
 def _plain_decoding(night: Night) -> DecodingSettings:
