@@ -195,8 +195,7 @@ class Engine:
         step_budget: StepBudget | None = None,
     ) -> Stream:
         """A stream for callers that repeat `scheduler.admit`, `submit_step` and `finish_step`, as `generate` does."""
-        shares = drafter.observes != "prefill"
-        limits = RequestLimits(self.max_context, self.vocab_size, budget.max_draft_tokens, shares)
+        limits = RequestLimits(self.max_context, self.vocab_size, budget.max_draft_tokens)
         scheduler = Scheduler(requests, self.cache, concurrency or self.concurrency, limits, self.max_prefill_tokens)
         return Stream(scheduler, drafter, verifier, budget, step_budget)
 
@@ -325,7 +324,7 @@ class Engine:
     def _update(self, step: Step, accepted: list[Acceptance | None], stream: Stream) -> recovery.Outcomes:
         """Commit the accepted tokens to the cache and the texts; return the outcomes of the sequences that ended."""
         outcomes: recovery.Outcomes = dict(commit(step, accepted, self.cache, self._is_end))
-        if stream.drafter.observes != "nothing":
+        if stream.drafter.observes:
             stream.drafter.observe(observation_of(step, accepted))
         if stream.step_budget is not None:
             stream.step_budget.observe(step.trees, accepted)
