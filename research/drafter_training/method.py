@@ -24,11 +24,8 @@ class Method:
 
     def save(self, folder: Path, model_dir: Path) -> None:
         """Write the weights as `drafters/trained.py` reads them; `model_dir` is the folder of the target."""
-        save_weights(self.module, folder)
-
-    def pace(self, name: str) -> float:
-        """The factor of a parameter's learning rate."""
-        return 1.0
+        weights = {name: each.detach().cpu().contiguous() for name, each in self.module.state_dict().items()}
+        save_file(weights, folder / WEIGHTS_NAME)
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """The loss of a batch, a scalar."""
@@ -40,11 +37,6 @@ class Method:
         The drafted tokens between them are assumed to be the text's tokens.
         """
         raise NotImplementedError
-
-
-def save_weights(module: nn.Module, folder: Path) -> None:
-    weights = {name: each.detach().cpu().contiguous() for name, each in module.state_dict().items()}
-    save_file(weights, folder / WEIGHTS_NAME)
 
 
 @torch.no_grad()

@@ -1,13 +1,13 @@
 """The options of the drafter `trained`, and the kinds of trained drafters with the defaults of their training."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from laserbatch.pipeline.validation import Strict
 
-Kind = Literal["medusa", "medusa2", "eagle", "hass", "small"]
+Kind = Literal["medusa", "eagle", "hass", "small"]
 NUM_TEXTS, EPOCHS = 2000, 6
 MAX_TREE = 64  # maximum number of tokens of a draft tree
 
@@ -33,11 +33,6 @@ class TrainedOptions(Strict):
         ge=1,
         le=MAX_TREE,
         description="Each model or head drafts this many tokens ahead; each costs one forward pass of the draft model.",
-    )
-    branching: tuple[Annotated[int, Field(ge=1, le=MAX_TREE)], ...] = Field(
-        default=(),
-        description="With verifier rsd, a draft has this many tokens after each node of depth 0, 1, ... (RSD-C). This "
-        "replaces width and length.",
     )
 
     @property

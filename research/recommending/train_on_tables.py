@@ -17,7 +17,7 @@ from laserbatch.research.recommending.codes import ItemCodes, made_codes, read_c
 from laserbatch.research.recommending.listed import known_histories
 from laserbatch.research.recommending.lists import write_catalogue
 from laserbatch.research.recommending.models import load_recommender
-from laserbatch.research.recommending.settings import CodeMaker, DraftLoss
+from laserbatch.research.recommending.settings import DraftLoss
 from laserbatch.research.recommending.training import RecommenderOptions, train_draft, train_recommender
 
 
@@ -29,7 +29,6 @@ def train_on_tables(
     loss: DraftLoss,
     date: datetime.date | None,
     epochs: int | None,
-    code_maker: CodeMaker = "kmeans",
     base: Path | None = None,
 ) -> RecommenderCard:
     """Train a recommender into a folder, with its codes; `draft_for` is the folder of a small model's target, and
@@ -43,7 +42,7 @@ def train_on_tables(
     elif codes_file is not None:
         codes = read_codes(codes_file)
     else:
-        codes = _codes_of_vectors(settings, code_maker)
+        codes = _codes_of_vectors(settings)
     item_ids, histories = tables.items["item_id"].combine_chunks(), known_histories(tables, codes)
     if num_unknown := len(item_ids) - len(codes.of_catalogue(item_ids)):
         unless = "not listed, unless the published run of texts has vectors of them"
@@ -63,8 +62,8 @@ def train_on_tables(
     return card
 
 
-def _codes_of_vectors(settings: Settings, code_maker: CodeMaker) -> ItemCodes:
+def _codes_of_vectors(settings: Settings) -> ItemCodes:
     run = Workspace.open(settings.workspace, create=False).chosen_run(None)
     table = read_parquet(run.features_path("item"), ["item_id", "vector"])
     say(f"codes are made from the {table.num_rows} item vectors of run {run.run_id}")
-    return made_codes(table["item_id"].combine_chunks(), vectors_of(table), settings.seed, code_maker)
+    return made_codes(table["item_id"].combine_chunks(), vectors_of(table), settings.seed)
