@@ -49,7 +49,6 @@ logger = logging.getLogger(__name__)
 # Most prompt tokens of one step. A CPU computes them fastest in chunks of this size (twice as fast as chunks of 2048).
 # A chunk takes as long as verifying the drafts of a batch of 16, so texts that decode meanwhile run at half speed.
 PREFILL_TOKENS = {"cpu": 256, "cuda": 2048}
-MIN_WARM_UP_TOKENS = 32  # captures ahead of the first texts do not pay off if the longest expected text is shorter
 MAX_DRAFT_THREADS = 4  # two threads take two thirds of the time of one (`benchmarks/drafting.py`); more: not measured
 
 
@@ -164,7 +163,7 @@ class Engine:
         stream = self.open_stream(requests, drafter or NoDrafter(), verifier, budget, step_budget=step_budget)
         scheduler = stream.scheduler
         ended: deque[tuple[DecodingSequence, str | GenerationFailure]] = deque()  # results not yielded yet
-        is_warm = self.device.type != "cuda"
+        is_grown = self.runner.buffered is None
         try:
             while True:
                 if not scheduler.live:  # no forward to overlap with
@@ -172,10 +171,10 @@ class Engine:
                 yield from scheduler.admit()
                 if not scheduler.live:
                     return
-                # The first step allocates the cache. A stream that never fills the batch is not worth a warm-up.
-                if not is_warm and self.cache.layers and len(scheduler.live) == self.concurrency.current:
-                    self._warm_up(stream)
-                    is_warm = True
+                # The first step allocates the cache. A stream that never fills the batch needs little of it.
+                if not is_grown and self.cache.layers and len(scheduler.live) == self.concurrency.current:
+                    self._grow_cache(stream)
+                    is_grown = True
                 step = self.submit_step(stream)
                 yield from self._results(ended)
                 ended += self.finish_step(step, stream)
@@ -199,23 +198,11 @@ class Engine:
         scheduler = Scheduler(requests, self.cache, concurrency or self.concurrency, limits, self.max_prefill_tokens)
         return Stream(scheduler, drafter, verifier, budget, step_budget)
 
-    def _warm_up(self, stream: Stream) -> None:
-        """Grow the cache to the expected length of a full batch's texts, and capture CUDA graphs of its steps."""
+    def _grow_cache(self, stream: Stream) -> None:
+        """Grow the cache to the expected length of a full batch's texts, as growing later voids CUDA graphs."""
         live = stream.scheduler.live
-        expected = [self.concurrency.expected_output(sequence) for sequence in live]
-        if self.runner.buffered is None or max(expected) < MIN_WARM_UP_TOKENS:
-            return
-        max_draft_tokens = 0 if isinstance(stream.drafter, NoDrafter) else stream.budget.max_draft_tokens
-        ends = [sequence.num_prompt + new + max_draft_tokens for sequence, new in zip(live, expected, strict=True)]
-        longest = max(len(sequence.context) for sequence in live)
-        self.num_forwards += 1  # a step that another stream has under way is run again
-        try:
-            self.cache.grow_to(sum(ends) + self.max_prefill_tokens)
-            self.runner.buffered.warm_up(len(live), max_draft_tokens, longest, max(longest, *ends))
-        except Exception as error:  # whatever the error, each graph is captured when it is first needed
-            recovery.require_device(error)
-            logger.warning("CUDA graphs are captured during the texts, not before the first one: %s", error)
-            torch.cuda.empty_cache()
+        num_expected = sum(sequence.num_prompt + self.concurrency.expected_output(sequence) for sequence in live)
+        self.cache.grow_to(num_expected + len(live) * stream.budget.max_draft_tokens + self.max_prefill_tokens)
 
     def submit_step(self, stream: Stream) -> Step | None:
         """Draft, and start the forward; None if the cache has no room even for one sequence."""

@@ -34,7 +34,6 @@ from laserbatch.pipeline.decoding.model.cuda_graphs import (
     Bucket,
     BufferedForward,
     kernel_for,
-    likely_steps,
 )
 from laserbatch.pipeline.decoding.model.load import prepare_model
 from laserbatch.pipeline.decoding.model.runner import ModelRunner
@@ -215,14 +214,12 @@ def test_tables_that_the_layers_allocated_anew_void_a_graph():
         with planned(plan):
             return runner.head.hidden_of(token_ids[None], positions[None])
 
-    tables, covered = [torch.zeros(1)], []
-    runner.buffered._layers = SimpleNamespace(static_tensors=tables, cover=covered.append, hidden_of=hidden_of)
+    tables = [torch.zeros(1)]
+    runner.buffered._layers = SimpleNamespace(static_tensors=tables, cover=lambda _: None, hidden_of=hidden_of)
     [step() for _ in range(3)]
     tables[:] = [torch.zeros(1)]
     step()
     assert counts(runner.buffered) == (1, 0, 2, 2)
-    runner.buffered.warm_up(1, 0, 3, 30)
-    assert covered[-1] == 30 and counts(runner.buffered) == (2, 0, 4, 2)
 
 
 def test_a_first_step_that_fails_is_not_taken_for_one_that_has_compiled():
@@ -303,34 +300,6 @@ def test_padding_of_published_texts_steps_is_small(corpus):
     num_tokens, num_padded = (sum(step[place] * step[2] for step in padded) for place in (0, 1))
     assert num_padded / num_tokens - 1 <= 0.08
     assert sum(count for _, padded, count in bucketed if padded is None) < 0.01 * sum(bucket[2] for bucket in bucketed)
-
-
-def test_likely_steps_are_all_sizes_of_a_full_batch_those_of_the_longest_texts_first():
-    assert likely_steps(64, 0, 300, 700) == [(64, LaunchShape(2, 1, 512)), (64, LaunchShape(2, 1, 256))]
-    sizes = [size for size, _ in likely_steps(64, 8, 600, 700)]
-    assert sizes == [64, 96, *range(128, 577, 64)]
-    assert likely_steps(20, 1, 9, 9) == [
-        (num, LaunchShape(4, tile, 64)) for num, tile in ((24, 1), (24, 4), (32, 4), (48, 4))
-    ]
-    assert likely_steps(4096, 0, 9, 9) == []
-
-
-def test_what_was_captured_before_is_replayed_by_the_first_step_of_its_size():
-    runner, step = stepping(prepared(), CountingForward)
-    first, forward = step(), runner.buffered
-    expected = [(num, LaunchShape(8, tile, 32)) for num, tile in ((1, 1), (2, 4), (4, 4))]
-    forward.warm_up(1, 3, 3, 30)
-    assert list(forward.buckets) == expected and all(bucket.graph for bucket in forward.buckets.values())
-    num_eager = forward.num_eager_steps
-    torch.testing.assert_close(step(), first)
-    tree = TreeBatch.of([random_tree(np.random.default_rng(0), 3, VOCAB)])
-    feed = Feed(0, np.array([1], np.int32))
-    plain = ModelRunner(runner.model, KVCache(6), CPU)
-    assert plain.cache.acquire(np.array([1, 2], np.int32), 60).row == 0
-    torch.testing.assert_close(runner.forward([feed], tree).logits, plain.forward([feed], tree).logits)
-    assert forward.num_eager_steps == num_eager
-    forward.warm_up(1, 3, 3, 30)
-    assert forward.num_eager_steps == num_eager, "what is captured was captured again"
 
 
 def test_a_step_whose_memory_was_given_back_is_not_captured():
@@ -435,23 +404,6 @@ def test_models_run_through_the_kernel(architecture):
     runner = ModelRunner(model, KVCache(6), CPU, "triton")
     assert_equal_logits([ModelRunner(model, KVCache(6), CPU), runner], num_steps=2, tolerance=1e-4, lengths=(2, 11))
     assert runner.buffered.buckets
-
-
-def test_the_kernel_runs_steps_that_are_captured_before_they_are_needed():
-    """A captured step of padding alone, with few parts of the keys and with many."""
-    if not is_interpreted():
-        pytest.skip("triton was imported before TRITON_INTERPRET=1 was set")
-    model = prepared(num_hidden_layers=1)
-    runner = ModelRunner(model, KVCache(6), CPU, "triton")
-    made = vars(runner.buffered)
-    runner.buffered = CountingForward(runner.head, runner.cache, CPU, made["_make_kernel"], made["_layers"])
-    runner.buffered._captures = True
-    feed = Feed(runner.cache.acquire(np.array([1, 2], np.int32), 60).row, np.array([1], np.int32))
-    first = runner.forward([feed]).logits.clone()
-    runner.buffered.warm_up(1, 1, 200, 300)
-    assert {shape.num_parts for _, shape in runner.buffered.buckets} == {8, 16}
-    assert runner.buffered.num_captures == 4
-    torch.testing.assert_close(runner.forward([feed]).logits, first)
 
 
 @pytest.mark.gpu

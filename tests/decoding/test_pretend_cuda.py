@@ -175,7 +175,7 @@ def endless_engine() -> Engine:
     return engine
 
 
-def test_the_steps_of_a_full_batch_are_captured_before_they_are_needed():
+def test_after_its_first_step_a_full_batch_has_the_cache_that_it_will_need():
     with pretend_cuda() as cuda, KERNEL:
         engine = endless_engine()
         steps = watch_steps(engine, cuda)
@@ -183,37 +183,7 @@ def test_the_steps_of_a_full_batch_are_captured_before_they_are_needed():
         capacity = engine.cache.capacity
     assert [len(result.token_ids) for result in results] == [40] * 3
     assert capacity >= 3 * (9 + 40)
-    assert steps == [(steps[0][0], False)] + [(1, True)] * 39, "all but the prompts are replayed"
-
-
-@pytest.mark.parametrize("prompts, num_new", [(LONG_TEXTS[:2], 40), (LONG_TEXTS, 20)])
-def test_a_stream_of_few_steps_captures_nothing_before_it_is_needed(prompts, num_new):
-    with pretend_cuda() as cuda, KERNEL:
-        engine = endless_engine()
-        steps = watch_steps(engine, cuda)
-        list(engine.generate(requests_for(prompts, num_new)))
-    assert [is_replayed for _, is_replayed in steps[:4]] == [False, False, True, True]
-
-
-def test_a_stream_goes_on_where_memory_runs_out_before_its_first_text(caplog):
-    with pretend_cuda() as cuda, KERNEL, caplog.at_level(logging.WARNING):
-        engine = endless_engine()
-        steps = watch_steps(engine, cuda)
-        forward, is_warming, failed = engine.runner.buffered._forward, [], []
-
-        def failing(*arguments):
-            if is_warming:
-                failed.append(is_warming.pop())
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return forward(*arguments)
-
-        grow_to = engine.cache.grow_to
-        engine.cache.grow_to = lambda num_tokens: grow_to(num_tokens) or is_warming.append(True)
-        engine.runner.buffered._forward = failing
-        results = list(engine.generate(requests_for(LONG_TEXTS, 40)))
-    assert failed and [len(result.token_ids) for result in results] == [40] * 3
-    assert [is_replayed for _, is_replayed in steps[:4]] == [False, False, True, True]
-    assert ["captured during the texts, not before" in message for message in caplog.messages] == [True]
+    assert [is_replayed for _, is_replayed in steps] == [False] * 2 + [True] * 38
 
 
 def test_a_step_without_memory_drops_the_graphs_and_texts_go_on():

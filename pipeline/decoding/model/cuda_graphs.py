@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,7 +43,6 @@ MAX_BUCKETS = 96  # the last used buckets are kept, with their graphs and buffer
 MAX_BUFFER_BYTES = 512 << 20  # of all buckets' buffers together, on the host and likewise on the device
 MAX_OUT_OF_MEMORY = 3  # after this many captures that ran out of memory, none is tried
 RETRY_STEPS = 500  # eager steps after a capture that ran out of memory
-MAX_WARM_UP_CAPTURES = 24  # each takes some 33 to 66 ms for 8 B parameters on an H200
 ALIGNMENT = 16  # bytes; Triton compiles a kernel again for pointers that are less aligned
 
 
@@ -90,18 +88,10 @@ class StepBuffers:
         self.token_ids, self.positions, self.slot_mapping = map(views.pop, ("token_ids", "positions", "slot_mapping"))
         self.metadata = AttentionMetadata(positions=views.pop("metadata_positions"), **views)
 
-    def fill_padding(self, scratch_slot: int) -> None:
-        """Fill in a step of one padding token, whose keys are read by no sequence."""
-        zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
-        slot, until_one = np.full(1, scratch_slot, np.int32), np.arange(2, dtype=np.int32)
-        token = SimpleNamespace(token_ids=zero, positions=zero, slot_mapping=slot)
-        self.fill(
-            token, AttentionMetadata(slot, until_one, zero, until_one, one, zero.astype(np.int64), zero), scratch_slot
-        )
-
-    def fill(self, batch: Batch | SimpleNamespace, metadata: AttentionMetadata[np.ndarray], scratch_slot: int) -> None:
+    def fill(self, batch: Batch, metadata: AttentionMetadata[np.ndarray], scratch_slot: int) -> None:
         """Write a batch's numbers and padding, and send them to the device; no sequence reads `scratch_slot`."""
-        self.wait()
+        if self._copied is not None:
+            self._copied.synchronize()  # until the earlier numbers are on the device
         self._put("token_ids", batch.token_ids, 0)
         self._put("positions", batch.positions, 0)
         self._put("slot_mapping", batch.slot_mapping, scratch_slot)
@@ -117,11 +107,6 @@ class StepBuffers:
         if self._copied is not None:
             self._copied.record()
         self.eager = EagerAttention(metadata, self._device.device)
-
-    def wait(self) -> None:
-        """Wait until the numbers are on the device, so that others may be written."""
-        if self._copied is not None:
-            self._copied.synchronize()
 
     def _put(self, name: str, values: np.ndarray, padding: int) -> None:
         array = self._arrays[name]
@@ -179,32 +164,6 @@ class BufferedForward:
         """Run a batch; return the rows of its `logit_indices`, which are valid until the next step."""
         with self._on_device():
             return HiddenRows(self._head, self._run(batch, metadata), batch.logit_indices)
-
-    @torch.inference_mode()
-    def warm_up(self, num_sequences: int, max_draft_tokens: int, min_keys: int, max_keys: int) -> None:
-        """Capture the steps that a full batch will probably take, before they are needed; on CUDA only.
-
-        Call it when the cache has its memory and a step has compared the kernel; it invalidates that step's output.
-
-        Parameters
-        ----------
-        max_draft_tokens : most draft tokens of each sequence.
-        min_keys, max_keys : length of the longest sequence now and at its end.
-        """
-        likely = likely_steps(num_sequences, max_draft_tokens, min_keys, max_keys, self._num_kv_heads)
-        likely = likely[:MAX_WARM_UP_CAPTURES]
-        with self._on_device():
-            if self._layers is not None:
-                self._layers.cover(max_keys)  # tables that grow later would void the graphs
-            for num_tokens, shape in likely:
-                bucket = self._bucket(num_tokens, shape)
-                if bucket.graph is None or bucket.signature != self._signature():
-                    bucket.buffers.fill_padding(self._cache.scratch_slot)
-                    for _ in range(2):  # eagerly, then captured
-                        if not self._captures or self._num_pausing:
-                            return
-                        self._run_bucket(bucket, shape)
-                    bucket.buffers.wait()  # now, not in a step
 
     def drop_graphs(self) -> None:
         """Free the memory of all graphs; they are captured again when they are needed."""
@@ -337,24 +296,6 @@ def bucket_of(num_tokens: int) -> int | None:
     """The number of tokens to which a step is padded; None if it is larger than any bucket."""
     place = bisect_left(TOKEN_BUCKETS, num_tokens)
     return TOKEN_BUCKETS[place] if place < len(TOKEN_BUCKETS) else None
-
-
-def likely_steps(
-    num_sequences: int, max_draft_tokens: int, min_keys: int, max_keys: int, num_kv_heads: int = 8
-) -> list[tuple[int, LaunchShape]]:
-    """Padded sizes and shapes of a full batch's steps with drafts of any mean size, those for the longest texts first.
-
-    `min_keys`, `max_keys` : length of the longest sequence in the first step and in the last.
-    """
-    largest = bucket_of(num_sequences * (1 + max_draft_tokens)) or TOKEN_BUCKETS[-1]
-    numbers = [num_sequences, *(size for size in TOKEN_BUCKETS if num_sequences < size <= largest)]
-    lengths = [max_keys]
-    while lengths[-1] > min_keys:
-        lengths.append(max(min_keys, lengths[-1] // 2))
-    limits = num_sequences, num_kv_heads
-    sizes = [(num, size) for num in numbers if (size := bucket_of(num)) is not None]
-    steps = ((size, LaunchShape.of(keys, num, *limits)) for keys in lengths for num, size in sizes)
-    return list(dict.fromkeys(steps))
 
 
 @contextmanager
