@@ -1,1 +1,1 @@
-"""Drafters besides retrieval: trained heads and small models, the model's alternatives (AASD), lookahead."""
+"""The drafter `trained`: heads and small models."""
