@@ -17,9 +17,9 @@ without the density term or without constrained alignment; verification without 
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -113,22 +113,11 @@ def models_of(world: World, cache: Path, scale: Scale) -> dict[str, Recommender]
             epochs = scale.epochs[1]
             if kind.startswith("atspeed") or kind == "seqkd":
                 epochs = max(1, round(epochs * len(world.trained) / scale.num_listed / 4))
-            with replaced_strict_loss(ABLATIONS.get(name)):
+            with patch.dict(losses.OF_LISTS, {kind: ABLATIONS[name]} if name in ABLATIONS else {}):
                 own_options = replace(options, epochs=epochs)
                 train_draft(kind, recommenders["target"], world.codes, world.trained, own, own_options)
         recommenders[name] = load_recommender(own, device)
     return recommenders
-
-
-@contextmanager
-def replaced_strict_loss(loss: Callable | None) -> Iterator[None]:
-    """Within the block draft models are aligned by `loss`, unless it is None."""
-    own = losses.strict_loss
-    losses.strict_loss = loss or own
-    try:
-        yield
-    finally:
-        losses.strict_loss = own
 
 
 Run = Callable[[Sequence[int]], tuple[list[BeamResult], CodeTrees | None]]  # positions of users -> their lists

@@ -31,12 +31,7 @@ from laserbatch.pipeline.decoding.model.output_head import ContextIds, Penalised
 from laserbatch.pipeline.decoding.model.runner import ModelRunner
 from laserbatch.pipeline.decoding.model.sampling import SampledLogits
 from laserbatch.pipeline.decoding.scheduler import Concurrency, RequestLimits, Scheduler
-from laserbatch.pipeline.decoding.sequence import (
-    DecodingSequence,
-    GenerationFailure,
-    GenerationRequest,
-    GenerationResult,
-)
+from laserbatch.pipeline.decoding.sequence import DecodingSequence, GenerationFailure, GenerationRequest, Outcome
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.decoding.step import Step, Stream, commit, observation_of
 from laserbatch.pipeline.decoding.step_budget import StepBudget
@@ -143,7 +138,7 @@ class Engine:
         verifier: Verifier | None = None,
         budget: Budget | None = None,
         step_budget: StepBudget | None = None,
-    ) -> Iterator[GenerationResult | GenerationFailure]:
+    ) -> Iterator[Outcome]:
         """Write the texts of all requests, yielding each as it finishes.
 
         Parameters
@@ -318,16 +313,12 @@ class Engine:
         outcomes |= guided.advance(sequence for sequence in step.sequences if sequence not in outcomes)
         return outcomes | recovery.without_drafts(self, step, accepted, stream)
 
-    def _results(
-        self, ended: deque[tuple[DecodingSequence, str | GenerationFailure]]
-    ) -> Iterator[GenerationResult | GenerationFailure]:
+    def _results(self, ended: deque[tuple[DecodingSequence, str | GenerationFailure]]) -> Iterator[Outcome]:
         """Results of the sequences in `ended`, which is emptied."""
         while ended:
             yield self.result(*ended.popleft())
 
-    def result(
-        self, sequence: DecodingSequence, outcome: str | GenerationFailure
-    ) -> GenerationResult | GenerationFailure:
+    def result(self, sequence: DecodingSequence, outcome: str | GenerationFailure) -> Outcome:
         """The result of a sequence that ended with this finish reason or failure, for `generate` to yield."""
         if isinstance(outcome, GenerationFailure):
             return outcome

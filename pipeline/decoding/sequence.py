@@ -90,6 +90,9 @@ class GenerationFailure:
     reason: str
 
 
+Outcome = GenerationResult | GenerationFailure
+
+
 class DecodingSequence:
     """A text being written. Drafters read `prompt_ids`, `output_ids`, `context`, `previous_ids` and `group`."""
 

@@ -104,21 +104,15 @@ class ClusterEncoder:
                 open_tasks[named.remote(software(), function, *of_task)] = number
             if not open_tasks:
                 return
-            reference = _ended(list(open_tasks))
+            done, _ = ray.wait(list(open_tasks), num_returns=1, timeout=MAX_SILENT_S)
+            if not done:
+                problem = f"none of {len(open_tasks)} tasks has ended within {MAX_SILENT_S:g} seconds"
+                raise ClusterFailed(f"encoding: {problem}; {GOES_ON}")
             try:
-                result = result_of(reference)
+                result = result_of(done[0])
             except ClusterFailed as error:
                 raise ClusterFailed(f"encoding: {error}; {GOES_ON}") from None
-            yield open_tasks.pop(reference), result
-
-
-def _ended(references: list[ray.ObjectRef]) -> ray.ObjectRef:
-    done, _ = ray.wait(references, num_returns=1, timeout=MAX_SILENT_S)
-    if not done:
-        raise ClusterFailed(
-            f"encoding: none of {len(references)} tasks has ended within {MAX_SILENT_S:g} seconds; {GOES_ON}"
-        )
-    return done[0]
+            yield open_tasks.pop(done[0]), result
 
 
 def _encode_part(part: TextPart, settings: EncodingSettings, num_threads: int) -> None:

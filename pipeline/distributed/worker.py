@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
+from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult, Outcome
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.distributed.settings import workers_of_node
 from laserbatch.pipeline.distributed.spec import TextSpec
@@ -59,7 +59,7 @@ class ShardWorker:
 
     def progress(self) -> tuple[int, float, int]:
         """The number of forwards so far, the seconds of the costliest step, and the number of finished texts."""
-        return self.engine.num_forwards, self.engine.costliest_step_s, self.num_texts
+        return (*self.engine.progress(), self.num_texts)
 
     def warm_up(self) -> None:
         """Write and discard a batch of short texts for each side, so that code is loaded before the first shard."""
@@ -114,7 +114,7 @@ class ShardWorker:
 
     def _outcomes(
         self, side: Side, rows: dict[str, RenderedRow], budget: Budget | None
-    ) -> Iterator[tuple[GenerationResult | GenerationFailure, str]]:
+    ) -> Iterator[tuple[Outcome, str]]:
         """The outcome and verifier of each row; a relaxed text that ran on is written again with the greedy verifier.
 
         Such a text may have missed its end, and then repeats itself by drafting from itself; plain decoding seldom does
@@ -144,7 +144,7 @@ class ShardWorker:
 
     def _generate(
         self, side: Side, rows: dict[str, RenderedRow], budget: Budget | None, decoding: DecodingSettings
-    ) -> Iterator[GenerationResult | GenerationFailure]:
+    ) -> Iterator[Outcome]:
         max_new_tokens = decoding.max_new_tokens
         requests = (
             GenerationRequest(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from laserbatch.pipeline.decoding.grammar import ThoughtMarks
-from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
+from laserbatch.pipeline.decoding.sequence import GenerationRequest, GenerationResult, Outcome
 from laserbatch.pipeline.knowledge.thoughts import has_marks, mark_tokens, opens_thoughts, without_thoughts
 from laserbatch.pipeline.knowledge.turns import chat_marks
 
@@ -62,9 +62,7 @@ class Answers:
             self._has_warned = True
         return replace(request, grammar=None)
 
-    def of(
-        self, results: Iterable[GenerationResult | GenerationFailure], prompts: dict[str, np.ndarray]
-    ) -> Iterator[GenerationResult | GenerationFailure]:
+    def of(self, results: Iterable[Outcome], prompts: dict[str, np.ndarray]) -> Iterator[Outcome]:
         """Yield an engine's outcomes, with results cut; the prompt of each request is removed from `prompts`."""
         for result in results:
             prompt_ids = prompts.pop(result.request_id)

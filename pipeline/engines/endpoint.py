@@ -22,7 +22,7 @@ from laserbatch.pipeline.decoding.model.folder import (
     served_identity,
     with_rows,
 )
-from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
+from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult, Outcome
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.engines.answers import Answers
 from laserbatch.pipeline.engines.endpoint_batches import EndpointBatches
@@ -82,7 +82,7 @@ class EndpointEngine(TextEngine):
         requests: Iterable[GenerationRequest],
         decoding: DecodingSettings,
         budget: Budget | None = None,
-    ) -> Iterator[GenerationResult | GenerationFailure]:
+    ) -> Iterator[Outcome]:
         """Like `TextEngine.generate`. Raises RunFailed, before sending: the texts may cost more than allowed."""
         requests = [self._answers.unguided_thoughts(request) for request in requests]
         self._require_affordable(requests)
@@ -135,7 +135,7 @@ class EndpointEngine(TextEngine):
                 f"more than decoding.endpoint.max_cost {most:g} leaves; raise it, and the same command continues"
             )
 
-    async def _outcome(self, request: GenerationRequest) -> GenerationResult | GenerationFailure:
+    async def _outcome(self, request: GenerationRequest) -> Outcome:
         try:
             body = self._body(request)
             num_tokens = len(request.prompt_ids) + body.get("max_tokens", request.max_new_tokens)
@@ -144,7 +144,7 @@ class EndpointEngine(TextEngine):
             answer = error
         return self._finished(request, answer)
 
-    async def _batch_outcomes(self, requests: list[GenerationRequest]) -> list[GenerationResult | GenerationFailure]:
+    async def _batch_outcomes(self, requests: list[GenerationRequest]) -> list[Outcome]:
         """The outcomes of all requests of a shard, by the server's batch API."""
         bodies: dict[str, dict[str, Any]] = {}
         answers: dict[str, dict[str, Any] | RowError] = {}
@@ -158,9 +158,7 @@ class EndpointEngine(TextEngine):
             answers |= await EndpointBatches(self._client, path, self._run_dir).answers(bodies)
         return [self._finished(requests[int(number)], answer) for number, answer in answers.items()]
 
-    def _finished(
-        self, request: GenerationRequest, answer: dict[str, Any] | RowError
-    ) -> GenerationResult | GenerationFailure:
+    def _finished(self, request: GenerationRequest, answer: dict[str, Any] | RowError) -> Outcome:
         try:
             if isinstance(answer, RowError):
                 raise answer

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from transformers import PreTrainedTokenizerBase
 
-from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
+from laserbatch.pipeline.decoding.sequence import GenerationRequest, Outcome
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.figures import ModelFigures
@@ -18,14 +18,9 @@ class TextEngine:
     model: ModelFigures
     _num_forwards, _costliest_step_s = 0, 0.0
 
-    @property
-    def num_forwards(self) -> int:
-        """The number of steps so far, by which a watcher sees that the worker goes on."""
-        return self._num_forwards
-
-    @property
-    def costliest_step_s(self) -> float:
-        return self._costliest_step_s
+    def progress(self) -> tuple[int, float]:
+        """The number of steps so far, by which a watcher sees that the worker goes on; seconds of the costliest one."""
+        return self._num_forwards, self._costliest_step_s
 
     @property
     def graph_counts(self) -> dict[str, int]:
@@ -38,7 +33,7 @@ class TextEngine:
         requests: Iterable[GenerationRequest],
         decoding: DecodingSettings,
         budget: Budget | None = None,
-    ) -> Iterator[GenerationResult | GenerationFailure]:
+    ) -> Iterator[Outcome]:
         """Write the texts of all requests by the settings, in any order; `budget` None: the settings' budget."""
         raise NotImplementedError
 

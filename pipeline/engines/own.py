@@ -13,12 +13,7 @@ from laserbatch.pipeline.decoding.drafters import drafter_from, load_plugin_draf
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.folder import tokenizer_folder
 from laserbatch.pipeline.decoding.model.load import load_model
-from laserbatch.pipeline.decoding.sequence import (
-    DecodingSequence,
-    GenerationFailure,
-    GenerationRequest,
-    GenerationResult,
-)
+from laserbatch.pipeline.decoding.sequence import DecodingSequence, GenerationFailure, GenerationRequest, Outcome
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.decoding.step_budget import StepBudget
 from laserbatch.pipeline.decoding.verifiers import verifier_from
@@ -81,13 +76,8 @@ class OwnEngine(TextEngine):
             dtype_reason=loaded.dtype_reason,
         )
 
-    @property
-    def num_forwards(self) -> int:
-        return self.engine.num_forwards
-
-    @property
-    def costliest_step_s(self) -> float:
-        return self.engine.costliest_step_s
+    def progress(self) -> tuple[int, float]:
+        return self.engine.num_forwards, self.engine.costliest_step_s
 
     @property
     def graph_counts(self) -> dict[str, int]:
@@ -100,7 +90,7 @@ class OwnEngine(TextEngine):
         requests: Iterable[GenerationRequest],
         decoding: DecodingSettings,
         budget: Budget | None = None,
-    ) -> Iterator[GenerationResult | GenerationFailure]:
+    ) -> Iterator[Outcome]:
         self.engine.reset_prefix_cache()  # texts that were written before, for whatever purpose, must not matter
         # The engine's own settings may be those of another pass.
         engine, budget = self.engine, budget or Budget.of(decoding)
@@ -118,9 +108,7 @@ class OwnEngine(TextEngine):
         written = engine.generate(remembered(), drafter, verifier_from(decoding), budget, step_budget)
         return self._answers.of(written, prompts)
 
-    def result(
-        self, sequence: DecodingSequence, outcome: str | GenerationFailure
-    ) -> GenerationResult | GenerationFailure:
+    def result(self, sequence: DecodingSequence, outcome: str | GenerationFailure) -> Outcome:
         """The result, as `generate` yields it, of a text that ended with this outcome in a stream of the engine."""
         result = self.engine.result(sequence, outcome)
         if isinstance(result, GenerationFailure):

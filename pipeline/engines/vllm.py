@@ -37,7 +37,7 @@ from laserbatch.pipeline.decoding.model.folder import (
     stored_dtype,
     tokenizer_folder,
 )
-from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
+from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult, Outcome
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.engines.answers import Answers
 from laserbatch.pipeline.engines.engine import TextEngine
@@ -148,7 +148,7 @@ class VllmEngine(TextEngine):
         requests: Iterable[GenerationRequest],
         decoding: DecodingSettings,
         budget: Budget | None = None,
-    ) -> Iterator[GenerationResult | GenerationFailure]:
+    ) -> Iterator[Outcome]:
         """Like `TextEngine.generate`; the proposer, not the budget, decides at each step what is drafted."""
         requests = list(requests)
         if (routes := self._routes(side)).parent.exists():

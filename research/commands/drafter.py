@@ -17,8 +17,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 @app.command()
 def train(
     kind: Kind = typer.Argument(
-        ...,
-        help="medusa, eagle, hass: a head on the model's hidden states; small: a small model.",
+        ..., help="medusa, eagle, hass: a head on the model's hidden states; small: a small model."
     ),
     out: Path = typer.Option(
         ..., help="Folder to write. If the same training was killed, the command goes on with it.", **TO_FOLDER

@@ -77,14 +77,9 @@ def lists_schema(user_type: pa.DataType, item_type: pa.DataType) -> pa.Schema:
 
 def flat_lists(run: RunFolder, schema: pa.Schema) -> pa.RecordBatchReader:
     """All lists of a run as flat rows for readers: `user_id`, `rank` from 1, `item_id`, `score`."""
-    flat = pa.schema(
-        [
-            pa.field("user_id", schema.field("entity_id").type, nullable=False),
-            pa.field("rank", pa.int32(), nullable=False),
-            pa.field("item_id", schema.field("items").type.value_type, nullable=False),
-            pa.field("score", pa.float64(), nullable=False),
-        ]
-    )
+    user_type, item_type = schema.field("entity_id").type, schema.field("items").type.value_type
+    types = {"user_id": user_type, "rank": pa.int32(), "item_id": item_type, "score": pa.float64()}
+    flat = pa.schema([pa.field(name, of_type, nullable=False) for name, of_type in types.items()])
 
     def batches() -> Iterator[pa.RecordBatch]:
         for batch in run.iter_knowledge("user", ["entity_id", "items", "scores"]):

@@ -6,9 +6,8 @@ import torch
 
 from laserbatch.research.recommending.settings import DraftLoss
 
-OF_LISTS: tuple[DraftLoss, ...] = ("seqkd", "atspeed_s", "atspeed_r")  # losses that also use the target's lists
 NUM_ALIGNED = 20  # K of the constrained top-K
-STRENGTH = 0.5  # alpha of Eq. 5 and 9
+STRENGTH = 0.5  # alpha of Eq. 5 and 9; weight of the loss on the target's lists
 
 
 @dataclass(frozen=True)
@@ -68,22 +67,15 @@ def relaxed_loss(rows: Rows) -> torch.Tensor:
     return (p - q).abs().sum(-1).mean() / 2
 
 
+OF_LOG = {"sft": recommendation_loss, "wordkd": word_loss, "tvdkd": variation_loss}
+OF_LISTS = {"seqkd": recommendation_loss, "atspeed_s": strict_loss, "atspeed_r": relaxed_loss}  # of the target's lists
+
+
 def draft_loss(kind: DraftLoss, of_logs: Rows, of_lists: Rows | None) -> torch.Tensor:
     """The loss of a step on the log and, for kinds in `OF_LISTS`, on the target's lists."""
-    match kind:
-        case "sft":
-            return recommendation_loss(of_logs)
-        case "wordkd":
-            return word_loss(of_logs)
-        case "tvdkd":
-            return variation_loss(of_logs)
-        case "seqkd" if of_lists:
-            return (recommendation_loss(of_logs) + recommendation_loss(of_lists)) / 2
-        case "atspeed_s" if of_lists:
-            return STRENGTH * strict_loss(of_lists) + (1 - STRENGTH) * recommendation_loss(of_logs)
-        case "atspeed_r" if of_lists:
-            return STRENGTH * relaxed_loss(of_lists) + (1 - STRENGTH) * recommendation_loss(of_logs)
-    raise ValueError(f"the loss {kind} needs rows of the target's lists")
+    if of_lists is None:
+        return OF_LOG[kind](of_logs)
+    return STRENGTH * OF_LISTS[kind](of_lists) + (1 - STRENGTH) * recommendation_loss(of_logs)
 
 
 def _log_softmax(logits: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:

@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from tiny_models import VOCAB, plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
+from tiny_models import plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 from trained_drafters import drafter_of, trained
 
 from laserbatch.jobs.checks.model import check_drafters

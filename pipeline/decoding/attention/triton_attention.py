@@ -126,7 +126,7 @@ def sequences_block(num_sequences: int) -> int:
 
 def block_rows(shape: LaunchShape, num_folded: int, blocks: Blocks = DEFAULT_BLOCKS) -> int:
     """The number of query rows (tokens x folded heads) of one program; a token's heads stay together."""
-    rows_of_token = _power_of_2(num_folded)
+    rows_of_token = triton.next_power_of_2(num_folded)
     return max(16, rows_of_token, min(shape.tile_tokens * rows_of_token, blocks.rows))
 
 
@@ -137,9 +137,4 @@ def block_keys(head_dim: int, dtype: torch.dtype, blocks: Blocks = DEFAULT_BLOCK
 
 def _block(dim: int) -> int:
     """The smallest block size that holds a head's dimensions and can be multiplied."""
-    return max(16, _power_of_2(dim))
-
-
-def _power_of_2(number: int) -> int:
-    """The smallest power of two that is at least `number` > 0."""
-    return 1 << (number - 1).bit_length()
+    return max(16, triton.next_power_of_2(dim))

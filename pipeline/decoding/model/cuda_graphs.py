@@ -199,7 +199,8 @@ class BufferedForward:
         """The number of tokens of a step's bucket; None if the step should run eagerly."""
         if num_tokens > MAX_PROMPT_BUCKET and num_logit_rows < MIN_LOGIT_SHARE * num_tokens:
             return None
-        return bucket_of(num_tokens)
+        place = bisect_left(TOKEN_BUCKETS, num_tokens)
+        return TOKEN_BUCKETS[place] if place < len(TOKEN_BUCKETS) else None
 
     def _bucket(self, num_padded: int, shape: LaunchShape) -> Bucket:
         """Return the bucket of a size and shape, now the most recently used."""
@@ -290,12 +291,6 @@ class BufferedForward:
             return self._layers.hidden_of(buffers.token_ids, buffers.positions, plan)
         with planned(plan):
             return self._head.hidden_of(buffers.token_ids[None], buffers.positions[None])
-
-
-def bucket_of(num_tokens: int) -> int | None:
-    """The number of tokens to which a step is padded; None if it is larger than any bucket."""
-    place = bisect_left(TOKEN_BUCKETS, num_tokens)
-    return TOKEN_BUCKETS[place] if place < len(TOKEN_BUCKETS) else None
 
 
 @contextmanager
