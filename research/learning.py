@@ -67,11 +67,9 @@ def train_steps(
 
     The learning rate rises over the first share WARM_UP of the steps, and falls towards 0 at the last step.
 
-    Parameters
-    ----------
-    folder : holds the checkpoint, which stays there; a checkpoint with another `digest` is not used.
-    on_progress : called after each step with its number, from 1, and its loss.
-    after : called after each step, before its checkpoint is written; after a kill it may be called again for a step.
+    `folder` : holds the checkpoint, which stays there; a checkpoint with another `digest` is not used.
+    `on_progress` : called after each step with its number, from 1, and its loss.
+    `after` : called after each step, before its checkpoint is written; after a kill it may be called again for a step.
     """
     learned = {name: each for name, each in module.named_parameters() if each.requires_grad}
     optimizer = torch.optim.AdamW(learned.values(), rate, weight_decay=0.01)

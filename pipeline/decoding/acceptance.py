@@ -51,12 +51,9 @@ def verify(
     nodes as the one before: hardly any logits are computed for nodes below a rejected one. On other devices all nodes
     are judged at once, which waits for the device once.
 
-    Parameters
-    ----------
-    rows : row `starts[i]` follows the last committed token of sequence i, and row `starts[i] + 1 + j` follows node j of
-        tree i.
-    is_end : bool[vocab_size], the end tokens.
-    guides, guided_rows : the guide of each sequence, None if it has no grammar, and the rows with forbidden tokens
+    `rows` : row `starts[i]` follows the last committed token of sequence i, row `starts[i] + 1 + j` node j of tree i.
+    `is_end` : bool[vocab_size], the end tokens.
+    `guides`, `guided_rows` : the guide of each sequence, None if it has no grammar, and the rows with forbidden tokens
         masked; None if no sequence has a grammar.
 
     Returns None for a sequence where the target's logits after its last committed token are not finite. A node followed
@@ -242,10 +239,8 @@ def judge_rows(
 ) -> RowVerdicts:
     """Judge drafted tokens by a rule and choose the target's tokens, from the logits of CHUNK_ROWS rows at a time.
 
-    Parameters
-    ----------
-    row_indices : int64[n], the rows to judge.
-    parents, token_ids, sources : [m], per node the index in `row_indices` of its parent's row, its token and source.
+    `row_indices` : int64[n], the rows to judge.
+    `parents`, `token_ids`, `sources` : [m], for each node its parent's index in `row_indices`, its token and source.
     """
     size = CHUNK_ROWS["cpu" if rows.device.type == "cpu" else "cuda"]
     if len(row_indices) <= size:

@@ -130,11 +130,9 @@ def _numbers(file: Path) -> dict[str, int]:
 def step_bytes(config, num_decoding: int, num_tokens: int, num_parts: int) -> int:
     """Estimated bytes that steps take besides weights and caches, from a transformers configuration.
 
-    Parameters
-    ----------
-    num_decoding : tokens of the largest step that only decodes; attention has a partial result of each for each part.
-    num_tokens : tokens of the largest step, prompts included.
-    num_parts : number of parts into which the attention cuts the keys of a sequence.
+    `num_decoding` : tokens of the largest step that only decodes; attention has a partial result of each for each part.
+    `num_tokens` : tokens of the largest step, prompts included.
+    `num_parts` : number of parts into which the attention cuts the keys of a sequence.
     """
     partial_values, hidden, intermediate = 0, config.get_text_config().hidden_size, 0
     for layer, num_heads, head_dim in _layer_heads(config):
@@ -148,11 +146,9 @@ def step_bytes(config, num_decoding: int, num_tokens: int, num_parts: int) -> in
 def cache_bound(device: torch.device, bytes_per_token: int, num_sharing: int = 1, reserved_bytes: int = 0) -> int:
     """The number of tokens that the cache may hold on a device, from the memory that is free now.
 
-    Parameters
-    ----------
-    bytes_per_token : bytes of a token in all caches that hold the same tokens.
-    num_sharing : number of engines that take equal parts of the machine's memory or, on a GPU, of the GPU's.
-    reserved_bytes : memory that the engine will need besides caches.
+    `bytes_per_token` : bytes of a token in all caches that hold the same tokens.
+    `num_sharing` : number of engines that take equal parts of the machine's memory or, on a GPU, of the GPU's.
+    `reserved_bytes` : memory that the engine will need besides caches.
     """
     on_cuda = device.type == "cuda"
     memory = memory_of(device)

@@ -8,10 +8,8 @@ BLOCK_SLOTS = 64  # a row that cannot continue after its last slot looks for a f
 class FreeSlots:
     """Slots from 0 on, each held or free.
 
-    Attributes
-    ----------
-    capacity : number of slots.
-    num_free : number of free slots.
+    `capacity` : number of slots.
+    `num_free` : number of free slots.
     """
 
     def __init__(self) -> None:

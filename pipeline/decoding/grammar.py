@@ -31,10 +31,8 @@ class Grammars:
 
     Raises ConfigError: llguidance cannot read the tokenizer.
 
-    Parameters
-    ----------
-    vocab_size : number of columns of the model's logits.
-    end_ids : the tokens that may end a text where its grammar allows the end.
+    `vocab_size` : number of columns of the model's logits.
+    `end_ids` : the tokens that may end a text where its grammar allows the end.
     """
 
     def __init__(self, tokenizer, vocab_size: int, end_ids: Iterable[int]) -> None:

@@ -59,10 +59,8 @@ _NO_SLOTS = np.empty(0, np.int32)
 class KVCache:
     """Token slots over all layers, for up to `max_rows` live sequences.
 
-    Parameters
-    ----------
-    max_rows : the most sequences that can be live at once, and the most ended prompts that are remembered.
-    max_tokens : bound on the number of slots.
+    `max_rows` : the most sequences that can be live at once, and the most ended prompts that are remembered.
+    `max_tokens` : bound on the number of slots.
     """
 
     def __init__(self, max_rows: int, max_tokens: int = UNBOUNDED) -> None:

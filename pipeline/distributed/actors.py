@@ -237,9 +237,8 @@ class WorkerPool:
         while not self.idle or (self._calls and ray.wait(list(self._calls), timeout=0)[0]):
             self.next_answer()
         for other in self.idle[1:] if self.layout.device == "cpu" else ():
-            other.call(
-                "measured", "engine.measured_step_cost", False
-            )  # if one of them is lost, its next shard shows it
+            # If one of them is lost, its next shard shows it.
+            other.call("measured", "engine.measured_step_cost", False)
         return self.call_one("measured", "engine.measured_step_cost", True)
 
     def call_one(self, method: str, *arguments) -> Any:

@@ -76,9 +76,7 @@ def worker_layout(
     A worker runs on one node, so its threads follow from the cores of each node, not from their sum. Without a model of
     their own (`gpus_a_worker` 0) one worker is enough: it waits for a server, and alone keeps to the server's limits.
 
-    Parameters
-    ----------
-    workers_a_gpu : number of workers that share a GPU if the settings do not give the number of workers. If they give
+    `workers_a_gpu` : number of workers that share a GPU if the settings do not give the number of workers. If they give
         more workers than there are GPUs, as many share a GPU as needed.
 
     Raises ConfigError if the nodes have no room for the workers of the settings.
@@ -167,10 +165,8 @@ def ray_cluster(
 ) -> Iterator[WorkerLayout]:
     """Join the cluster at `ray_address`, or start a local one, whatever else runs here, and stop it afterwards.
 
-    Parameters
-    ----------
-    workspace : processes of a local cluster are marked with it, so that `end_leftovers` finds those of killed nights.
-    worker_bytes : returns the GPU memory that a worker needs; None: a worker needs a GPU of its own.
+    `workspace` : processes of a local cluster are marked with it, so that `end_leftovers` finds those of killed nights.
+    `worker_bytes` : returns the GPU memory that a worker needs; None: a worker needs a GPU of its own.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     started, short_folder = not ray.is_initialized(), None

@@ -43,10 +43,8 @@ MAX_SILENT_S = 1_800.0  # longest time without a finished part
 class ClusterEncoder:
     """Encodes parts, and makes features of their vectors, by tasks of a Ray cluster.
 
-    Parameters
-    ----------
-    settings : their `dtype` must not be `auto`, since the machines of a cluster may differ.
-    start : called when there is something to encode; joins the cluster and returns its layout.
+    `settings` : their `dtype` must not be `auto`, since the machines of a cluster may differ.
+    `start` : called when there is something to encode; joins the cluster and returns its layout.
     """
 
     def __init__(self, settings: EncodingSettings, start: Callable[[], WorkerLayout]) -> None:

@@ -14,14 +14,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from laserbatch.pipeline.decoding.model.folder import (
-    folder_rules,
-    load_tokenizer,
-    num_rows,
-    served_end_ids,
-    served_identity,
-    with_rows,
-)
+from laserbatch.pipeline.decoding.model import folder as files
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult, Outcome
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.engines.answers import Answers
@@ -46,28 +39,26 @@ class EndpointEngine(TextEngine):
     Raises ModelError: the folder holds no tokenizer. ConfigError: the key is not in the environment, or the server does
     not know it or the model. EndpointGone: it does not answer.
 
-    Parameters
-    ----------
-    model_dir : folder of the model's tokenizer, or of a borrowed one; it need not hold weights.
-    run_dir : folder in which the tokens of answers are counted, over all attempts at a run.
+    `model_dir` : folder of the model's tokenizer, or of a borrowed one; it need not hold weights.
+    `run_dir` : folder in which the tokens of answers are counted, over all attempts at a run.
     """
 
     def __init__(self, model_dir: Path, decoding: DecodingSettings, run_dir: Path) -> None:
         assert decoding.endpoint is not None
-        self.tokenizer = load_tokenizer(model_dir)
+        self.tokenizer = files.load_tokenizer(model_dir)
         self._settings, self._max_concurrent = decoding.endpoint, decoding.batch_size
         self._chat_options, self._borrows = decoding.chat_options, decoding.borrows_tokenizer
-        self._penalty = folder_rules(model_dir).get("repetition_penalty", 1.0)
-        named = served_end_ids(model_dir, self.tokenizer)
+        self._penalty = files.folder_rules(model_dir).get("repetition_penalty", 1.0)
+        named = files.served_end_ids(model_dir, self.tokenizer)
         self._answers = Answers(self.tokenizer, named)
-        self._end_ids = with_rows(model_dir, (*named, *self._answers.role_ids))
-        self._num_ids = max(len(self.tokenizer), num_rows(model_dir) or 0)
+        self._end_ids = files.with_rows(model_dir, (*named, *self._answers.role_ids))
+        self._num_ids = max(len(self.tokenizer), files.num_rows(model_dir) or 0)
         self._run_dir, self._spending, self._saved_s = run_dir, Spending.of(run_dir), 0.0
         self._loop = asyncio.new_event_loop()
         self._client = EndpointClient(self._settings, self._spending)
         self._card = self._waited(self._client.card())
         self.model = ModelFigures(
-            id=served_identity(model_dir, decoding), dtype="unknown", device="server", num_parameters=0
+            id=files.served_identity(model_dir, decoding), dtype="unknown", device="server", num_parameters=0
         )
 
     @property

@@ -35,10 +35,8 @@ RESIDENT_SHARE = 0.25  # of the free memory: a larger pool is read from the disk
 class OwnEngine(TextEngine):
     """`Engine` as a `TextEngine`. Raises ModelError, PoolError: the model or a pool cannot be used.
 
-    Parameters
-    ----------
-    num_threads : number of CPU threads for this engine.
-    num_sharing, num_workers : number of engines on this machine or, on a GPU, on that GPU; and in the run.
+    `num_threads` : number of CPU threads for this engine.
+    `num_sharing`, `num_workers` : number of engines on this machine or, on a GPU, on that GPU; and in the run.
     """
 
     def __init__(

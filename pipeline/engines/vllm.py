@@ -22,21 +22,10 @@ import torch
 
 from laserbatch.pipeline.decoding.device_memory import host_memory, num_stored_values
 from laserbatch.pipeline.decoding.grammar import after_thoughts
+from laserbatch.pipeline.decoding.model import folder as files
 from laserbatch.pipeline.decoding.model.adapters import find_adapter
 from laserbatch.pipeline.decoding.model.compute_type import choose_dtype
 from laserbatch.pipeline.decoding.model.described_weights import require_described_weights, require_token_rows
-from laserbatch.pipeline.decoding.model.folder import (
-    end_ids_of,
-    find_weights,
-    folder_rules,
-    load_tokenizer,
-    model_identity,
-    num_parameters_of,
-    quantization_of,
-    read_config,
-    stored_dtype,
-    tokenizer_folder,
-)
 from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult, Outcome
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.engines.answers import Answers
@@ -80,10 +69,8 @@ class VllmEngine(TextEngine):
     Drafted tokens have the source "pool", whatever the proposer took them from. vLLM counts drafted tokens for all
     texts together: a text's `num_drafted` is its accepted tokens and, by its share of steps, a part of the rejected.
 
-    Parameters
-    ----------
-    num_threads : number of CPU threads for this engine.
-    num_sharing : number of engines on this machine.
+    `num_threads` : number of CPU threads for this engine.
+    `num_sharing` : number of engines on this machine.
     """
 
     def __init__(
@@ -96,8 +83,8 @@ class VllmEngine(TextEngine):
         pool_dirs: Mapping[Side, Path],
         step_cost_dir: Path,
     ) -> None:
-        self.tokenizer = load_tokenizer(model_dir, decoding.adapter)
-        self._rules = folder_rules(model_dir)
+        self.tokenizer = files.load_tokenizer(model_dir, decoding.adapter)
+        self._rules = files.folder_rules(model_dir)
         # vLLM's loaders skip biases that a configuration does not describe
         num_rows = require_described_weights(model_dir)
         if num_rows and (warning := require_token_rows(model_dir, self.tokenizer, num_rows)):
@@ -131,12 +118,12 @@ class VllmEngine(TextEngine):
         config = self._engine.model_config
         self._max_context = config.max_model_len
         config_end = getattr(config.hf_text_config, "eos_token_id", None)
-        named = end_ids_of(self._rules.get("eos_token_id") or config_end, config_end, self.tokenizer)
+        named = files.end_ids_of(self._rules.get("eos_token_id") or config_end, config_end, self.tokenizer)
         self._answers = Answers(self.tokenizer, named, thinks=decoding.thinking == "cut")
         vocab_size = getattr(config.hf_text_config, "vocab_size", len(self.tokenizer))
         self._end_ids = sorted({*named, *(i for i in self._answers.role_ids if i < vocab_size)})
         self.model = ModelFigures(
-            id=model_identity(model_dir, decoding.adapter),
+            id=files.model_identity(model_dir, decoding.adapter),
             dtype=str(config.dtype).removeprefix("torch."),
             device=device,
             num_parameters=_num_parameters(model_dir, config.hf_text_config),
@@ -260,11 +247,11 @@ class VllmEngine(TextEngine):
 
 def _num_parameters(model_dir: Path, config: Any) -> int:
     """The number of parameters of the plain model, or of values in its files if transformers does not know it."""
-    num_stored = num_stored_values(find_weights(model_dir))
-    if quantization_of(read_config(model_dir)) is None:
+    num_stored = num_stored_values(files.find_weights(model_dir))
+    if files.quantization_of(files.read_config(model_dir)) is None:
         return num_stored
     try:
-        return num_parameters_of(config)
+        return files.num_parameters_of(config)
     except ValueError:  # transformers knows no such model
         return num_stored
 
@@ -297,10 +284,10 @@ def engine_arguments(model_dir: Path, decoding: DecodingSettings, device: str) -
     if decoding.adapter is not None:
         rank = json.loads(find_adapter(decoding.adapter)[0].read_bytes())["r"]
         adapter = {"enable_lora": True, "max_lora_rank": next((size for size in LORA_RANKS if size >= rank), rank)}
-        adapter["tokenizer"] = str(tokenizer_folder(model_dir, decoding.adapter))
+        adapter["tokenizer"] = str(files.tokenizer_folder(model_dir, decoding.adapter))
     return {
         "model": str(model_dir),
-        "dtype": choose_dtype(decoding.dtype, device, stored_dtype(model_dir)).name,
+        "dtype": choose_dtype(decoding.dtype, device, files.stored_dtype(model_dir)).name,
         "max_num_seqs": decoding.batch_size,
         "generation_config": "vllm",
         "load_format": "safetensors",
@@ -317,8 +304,8 @@ def cached_cost(folder: Path, model_dir: Path, arguments: Mapping[str, Any], num
     from vllm import __version__
     from vllm.platforms import current_platform
 
-    facts = [dict(arguments) | {"model": model_identity(model_dir)}, num_tokens, current_platform.get_device_name()]
-    facts += [os.cpu_count(), os.environ.get("OMP_NUM_THREADS"), __version__]
+    facts = [dict(arguments) | {"model": files.model_identity(model_dir)}, num_tokens]
+    facts += [current_platform.get_device_name(), os.cpu_count(), os.environ.get("OMP_NUM_THREADS"), __version__]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:12]
     path = folder / "vllm" / f"{digest}.json"
     with suppress(OSError, ValueError):  # the file is missing or damaged

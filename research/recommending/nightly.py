@@ -18,7 +18,7 @@ from laserbatch.jobs.console import progress, say
 from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.attempt import build_on, new_manifest, newest_attempt, recorded, stage
 from laserbatch.jobs.stages.inputs import sound_tables
-from laserbatch.jobs.stages.metrics import NightMetrics, night_metrics
+from laserbatch.jobs.stages.metrics import night_metrics
 from laserbatch.jobs.stages.night import earlier_runs
 from laserbatch.jobs.stages.publishing import (
     deliver,
@@ -78,30 +78,26 @@ def recommend(settings: Settings, date: datetime.date, force: bool = False) -> R
     unfinished run was started from other inputs, RunHeld if a gate blocks the publication.
     """
     with night_metrics(settings, METRICS_PREFIX, RECOMMENDATIONS) as metrics:
-        return _recommend(settings, date, force, metrics)
-
-
-def _recommend(settings: Settings, date: datetime.date, force: bool, metrics: NightMetrics) -> RunManifest:
-    target, catalogue_codes = known_models(settings.extension("recommending"))
-    check = partial(check_tables, settings.tables.required_path, None, settings.gates.max_failed_share)
-    inputs, tables = sound_tables(settings, date, check)
-    lists = Lists(settings, tables, target, catalogue_codes)
-    workspace = Workspace.open(Workspace.open(settings.workspace).root / RECOMMENDATIONS)
-    with workspace.lock():
-        repair_pointer(workspace)
-        end_leftovers(workspace.root)
-        metrics.manifest = manifest = _opened(workspace, lists, date, inputs, force)
-        run = workspace.run(manifest.run_id)
-        if run.is_finished:
-            say(f"run {run.run_id} is finished already; --force makes every list again")
-        else:
-            with recorded(manifest):
-                if run.is_held:
-                    say(f"run {run.run_id} is done already; its gates are judged again")
-                    finalize_run(run, manifest, manifest.judgement.gates, settings.gates)
-                else:
-                    _write(workspace, run, manifest, lists)
-        _publish(workspace, run, settings)
+        target, catalogue_codes = known_models(settings.extension("recommending"))
+        check = partial(check_tables, settings.tables.required_path, None, settings.gates.max_failed_share)
+        inputs, tables = sound_tables(settings, date, check)
+        lists = Lists(settings, tables, target, catalogue_codes)
+        workspace = Workspace.open(Workspace.open(settings.workspace).root / RECOMMENDATIONS)
+        with workspace.lock():
+            repair_pointer(workspace)
+            end_leftovers(workspace.root)
+            metrics.manifest = manifest = _opened(workspace, lists, date, inputs, force)
+            run = workspace.run(manifest.run_id)
+            if run.is_finished:
+                say(f"run {run.run_id} is finished already; --force makes every list again")
+            else:
+                with recorded(manifest):
+                    if run.is_held:
+                        say(f"run {run.run_id} is done already; its gates are judged again")
+                        finalize_run(run, manifest, manifest.judgement.gates, settings.gates)
+                    else:
+                        _write(workspace, run, manifest, lists)
+            _publish(workspace, run, settings)
     return manifest
 
 

@@ -71,9 +71,7 @@ def train_recommender(
     The last item of some histories is held out; the weights of the epoch with the lowest loss on them are written. The
     same inputs give the same bytes, however often the training was killed.
 
-    Parameters
-    ----------
-    base : folder of a language model that is extended by the codes and adapted by a LoRA; None: a new model of the
+    `base` : folder of a language model that is extended by the codes and adapted by a LoRA; None: a new model of the
         options' size.
 
     Raises ConfigError if too few histories have two items, or the folder holds other files.

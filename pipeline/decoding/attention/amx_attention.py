@@ -181,12 +181,10 @@ def _sums_by_tiles(scores, num_weighted, num_keys, values, places, sums):
 def add_in_order_of_steps(scores, num_folded, begin, chain_end, ancestors, values, places, sums):
     """Add the weighted values of keys from `begin` on to the sums (padded rows, value_dim), in AMX's order.
 
-    Parameters
-    ----------
-    scores : float32 (rows, keys), `num_folded` rows for each token.
-    begin : a multiple of STEP; the keys before it are already added.
-    chain_end : keys before it lie at the positions of their tokens; after it come the nodes of the tree.
-    ancestors : a bit mask for each token of the nodes that it sees; other nodes have no position in its text.
+    `scores` : float32 (rows, keys), `num_folded` rows for each token.
+    `begin` : a multiple of STEP; the keys before it are already added.
+    `chain_end` : keys before it lie at the positions of their tokens; after it come the nodes of the tree.
+    `ancestors` : a bit mask for each token of the nodes that it sees; other nodes have no position in its text.
     """
     num_rows, num_keys = scores.shape
     weights = np.zeros((num_rows, num_keys - begin), np.float32)

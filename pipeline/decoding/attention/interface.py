@@ -70,12 +70,10 @@ def slot_attention(
 
     The layer's new keys and values are written to the cache, and its tokens read them by slot.
 
-    Parameters
-    ----------
-    query : (1, num_heads, num_tokens, head_dim), after rotary embedding; key and value with their own head counts.
-    scaling : None is 1 / sqrt(head_dim).
-    sliding_window : if the model does not pass it, the layer's attribute is used.
-    softcap, s_aux : Gemma's bounded scores and GPT-OSS's attention sinks.
+    `query` : (1, num_heads, num_tokens, head_dim), after rotary embedding; key and value with their own head counts.
+    `scaling` : None is 1 / sqrt(head_dim).
+    `sliding_window` : if the model does not pass it, the layer's attribute is used.
+    `softcap`, `s_aux` : Gemma's bounded scores and GPT-OSS's attention sinks.
 
     Raises ModelError: the model passes its own mask or bias of scores.
     """

@@ -1,19 +1,60 @@
-"""Drafts from texts that were written before (LASER; SuffixDecoding)."""
+"""The drafter that settings name: it drafts from earlier texts, and with drafters that other packages provide."""
 
-from laserbatch.pipeline.decoding.drafters.drafter import Drafter
+from collections.abc import Sequence
+
+from laserbatch.pipeline.decoding.drafters.blended import BlendedDrafter
+from laserbatch.pipeline.decoding.drafters.drafter import Drafter, NoDrafter
+from laserbatch.pipeline.decoding.kv_cache import UNBOUNDED
+from laserbatch.pipeline.decoding.model.load import LoadedModel
+from laserbatch.pipeline.decoding.plugins import LoadedDrafter, drafter_plugin
 from laserbatch.pipeline.decoding.sequence import DecodingSequence
+from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import MAX_DEPTH, TokenTree, TreeBatch
+
+
+def load_plugin_drafters(settings: DecodingSettings, target: LoadedModel | None) -> list[LoadedDrafter]:
+    """Load the drafters of other packages for a target, in the order in which the settings name them.
+
+    Raises ModelError: one cannot be read, or does not fit the target.
+    """
+    names = settings.plugin_drafters
+    return [drafter_plugin(name).load(settings.options_of(name), settings, target) for name in names]
+
+
+def drafter_from(
+    settings: DecodingSettings,
+    pool=None,
+    budget: Budget | None = None,
+    num_threads: int = 1,
+    plugins: Sequence[LoadedDrafter] | None = None,
+    max_tokens: int = UNBOUNDED,
+) -> Drafter:
+    """The drafter that the settings name, over a pool if there is one.
+
+    `budget` : None: the settings' budget.
+    `plugins` : None loads the plug-in drafters without a target model.
+    `max_tokens` : bound on the tokens of each drafter's KV cache.
+    """
+    budget = budget or Budget.of(settings)
+    if budget.max_draft_tokens == 0:
+        return NoDrafter()
+    plugins = plugins or load_plugin_drafters(settings, None)
+    drafters = [drafter for plugin in plugins for drafter in plugin.drafters(settings, budget, max_tokens)]
+    if settings.text_sources:
+        limits = budget.max_draft_tokens, budget.min_acceptance
+        drafters.append(RetrievalDrafter(pool, settings.text_sources, *limits, num_threads))
+    if len(drafters) > 1:
+        return BlendedDrafter(drafters, budget.max_draft_tokens)
+    return drafters[0] if drafters else NoDrafter()
 
 
 class RetrievalDrafter(Drafter):
     """Proposes continuations from a pool, the entity's previous text, its prompt and output (LASER; SuffixDecoding).
 
-    Parameters
-    ----------
-    pool : `retrieval_pools` pool, or None to draft from the sequence's own text alone.
-    sources : which of "previous", "prompt", "output", "pool" may be drafted from.
-    max_nodes, min_acceptance : limits on a draft's tokens, and on the estimated acceptance of a node's path.
-    num_threads : threads that draft in parallel (`Engine.num_draft_threads` says how many are worth while).
+    `pool` : `retrieval_pools` pool, or None to draft from the sequence's own text alone.
+    `sources` : which of "previous", "prompt", "output", "pool" may be drafted from.
+    `max_nodes`, `min_acceptance` : limits on a draft's tokens, and on the estimated acceptance of a node's path.
+    `num_threads` : threads that draft in parallel (`Engine.num_draft_threads` says how many are worth while).
     """
 
     def __init__(

@@ -23,11 +23,9 @@ def choose_dtype(
 ) -> ComputeType:
     """Choose the type in which a model computes.
 
-    Parameters
-    ----------
-    requested : as in `decoding.dtype`.
-    device_type : torch's name, "cpu" or "cuda".
-    stored : the type of the weights in their files, as torch names it. For quantised weights it is the type of the
+    `requested` : as in `decoding.dtype`.
+    `device_type` : torch's name, "cpu" or "cuda".
+    `stored` : the type of the weights in their files, as torch names it. For quantised weights it is the type of the
         tensors that are not packed, which the packed ones were made for.
 
     Raises ModelError: bfloat16 on a processor that does not multiply it.

@@ -133,9 +133,7 @@ class BufferedForward:
     `make_kernel` returns a step's attention, by the contract of `attention.metadata` with one more argument `shape`.
     `layers` compute hidden states instead of the model's own layers; None: the model's own do.
 
-    Attributes
-    ----------
-    num_captures, num_failed_captures, num_replays, num_eager_steps : so far; a captured step is replayed at once.
+    `num_captures`, `num_failed_captures`, `num_replays`, `num_eager_steps` : a captured step is replayed at once.
     """
 
     def __init__(

@@ -33,11 +33,9 @@ def require_whole_weights(
 
     transformers fills missing tensors with random numbers and ignores tensors that the configuration does not describe.
 
-    Parameters
-    ----------
-    loading_info : returned by `from_pretrained(output_loading_info=True, ignore_mismatched_sizes=True)`.
-    unused : beginnings of the names of tensors that may be missing, since nothing reads them.
-    harmless : names of tensors that the model need not read, in addition to `HARMLESS_WEIGHTS`.
+    `loading_info` : returned by `from_pretrained(output_loading_info=True, ignore_mismatched_sizes=True)`.
+    `unused` : beginnings of the names of tensors that may be missing, since nothing reads them.
+    `harmless` : names of tensors that the model need not read, in addition to `HARMLESS_WEIGHTS`.
 
     Raises ModelError: tensors are missing, of another shape or not described; the message names the first ones.
     """

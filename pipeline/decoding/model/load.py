@@ -20,6 +20,7 @@ from laserbatch.pipeline.decoding.device_memory import (
     num_stored_values,
     require_memory,
 )
+from laserbatch.pipeline.decoding.model import folder as files
 from laserbatch.pipeline.decoding.model.adapters import merge_adapter
 from laserbatch.pipeline.decoding.model.checks import check_equivalence, refuse_by_config
 from laserbatch.pipeline.decoding.model.compute_type import choose_dtype
@@ -28,17 +29,6 @@ from laserbatch.pipeline.decoding.model.described_weights import (
     QUANTIZED_EXTRAS,
     require_token_rows,
     require_whole_weights,
-)
-from laserbatch.pipeline.decoding.model.folder import (
-    SAMPLE_MODEL,
-    end_ids_of,
-    find_weights,
-    load_tokenizer,
-    model_identity,
-    num_parameters_of,
-    quantization_of,
-    repetition_penalty_of,
-    stored_dtype,
 )
 from laserbatch.pipeline.errors import ModelError, first_line
 
@@ -81,23 +71,23 @@ def load_model(
     Raises ModelError: folder, weights or tokenizer are missing or unreadable, they do not fit the memory, the adapter
     is not the model's, or the model cannot be packed.
     """
-    path = SAMPLE_MODEL if str(folder) == "sample" else Path(folder)
-    weights = find_weights(path)
-    model_id = model_identity(path, adapter)
+    path = files.SAMPLE_MODEL if str(folder) == "sample" else Path(folder)
+    weights = files.find_weights(path)
+    model_id = files.model_identity(path, adapter)
     target = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     if target.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"device {device!r} was requested, but torch finds no CUDA device; use device cpu or auto")
     config = packable_config(path)
-    quantization = quantization_of(config)
+    quantization = files.quantization_of(config)
     if adapter is not None and quantization is not None:
         raise ModelError(
             f"the adapter {adapter} cannot be merged into the weights in {path}, which are quantised with "
             f"{quantization}: set decoding.model to the unquantised model, or to one with the adapter merged"
         )
-    choice = choose_dtype(dtype, target.type, stored_dtype(path), quantization)
+    choice = choose_dtype(dtype, target.type, files.stored_dtype(path), quantization)
     weights_dtype = "auto" if choice.name == "auto" else getattr(torch, choice.name)
     require_room(path, weights, config, weights_dtype, target)
-    tokenizer = load_tokenizer(path, adapter)
+    tokenizer = files.load_tokenizer(path, adapter)
     transformers_logging.disable_progress_bar()
     # Weights go from their files to a GPU one by one, so that main memory holds few of them.
     placed = {} if target.type == "cpu" else {"device_map": {"": target}}
@@ -147,7 +137,7 @@ def prepare_model(model, tokenizer=None, model_id: str = "unnamed") -> LoadedMod
     device = next(model.parameters()).device
     vocab_size = model.get_input_embeddings().num_embeddings
     refuse_by_config(model.config)
-    quantization = quantization_of(model.config)
+    quantization = files.quantization_of(model.config)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     bytes_per_token = check_equivalence(model, device, vocab_size)
     generation = getattr(model, "generation_config", None)
@@ -161,9 +151,9 @@ def prepare_model(model, tokenizer=None, model_id: str = "unnamed") -> LoadedMod
         vocab_size=vocab_size,
         max_context=int(getattr(config, "max_position_embeddings", None) or 1 << 20),
         bytes_per_token=bytes_per_token,
-        num_parameters=num_parameters_of(model.config) if quantization else num_parameters,
+        num_parameters=files.num_parameters_of(model.config) if quantization else num_parameters,
         quantization=quantization,
-        repetition_penalty=repetition_penalty_of(
+        repetition_penalty=files.repetition_penalty_of(
             generation.to_dict() if generation else {}, "the model's generation_config"
         ),
     )
@@ -176,14 +166,14 @@ def require_room(
 
     Raises ModelError: the message names what is needed and what is free.
     """
-    quantization, num_values = quantization_of(config), num_stored_values(weights)
+    quantization, num_values = files.quantization_of(config), num_stored_values(weights)
     model_dtype = config.get_text_config().dtype or config.dtype or torch.float32
     loaded_dtype = model_dtype if dtype == "auto" else dtype
     # Libraries unpack these weights when the model first runs: they save disk space, not memory.
     is_unpacked = quantization == "compressed-tensors" or (quantization == "fp8" and target.type == "cpu")
     num_bytes = sum(file.stat().st_size for file in weights)
     if is_unpacked:
-        num_bytes = num_parameters_of(config) * loaded_dtype.itemsize
+        num_bytes = files.num_parameters_of(config) * loaded_dtype.itemsize
     elif quantization is None and dtype != "auto":
         num_bytes = num_values * loaded_dtype.itemsize
     cache_bytes = MIN_CACHE_TOKENS * cache_bytes_per_token(config, loaded_dtype)
@@ -193,7 +183,7 @@ def require_room(
 def end_tokens(generation, config, tokenizer, vocab_size: int) -> tuple[int, ...]:
     """All end tokens in the vocabulary that the generation configuration, the model's or the tokenizer names."""
     generation_ids, config_ids = (getattr(source, "eos_token_id", None) for source in (generation, config))
-    ids = end_ids_of(generation_ids, config_ids, tokenizer)
+    ids = files.end_ids_of(generation_ids, config_ids, tokenizer)
     outside = [i for i in ids if not 0 <= i < vocab_size]
     if outside:
         message = "end tokens %s are not among the %d tokens of the vocabulary, so that no text ends with them"

@@ -22,9 +22,7 @@ _GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644
 class SampledLogits:
     """The rows of a step, each with its own noise, so that its argmax is a sample of its softmax at a temperature.
 
-    Parameters
-    ----------
-    seeds, lengths : the seed of each sequence, and the number of tokens of its context.
+    `seeds`, `lengths` : the seed of each sequence, and the number of tokens of its context.
 
     Each sequence has a row after its last committed token, then one after each node of its tree.
     """
