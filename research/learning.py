@@ -54,15 +54,10 @@ def batches_by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 def train_steps(
-    module: nn.Module,
-    batches: Sequence[BatchT],
-    loss_of: Callable[[BatchT], torch.Tensor],
-    folder: Path,
-    digest: str,
-    rate: float,
-    on_progress: Callable[[int, float], None] = lambda step, loss: None,
+    module: nn.Module, batches: Sequence[BatchT], loss_of: Callable[[BatchT], torch.Tensor], folder: Path, digest: str,
+    rate: float, on_progress: Callable[[int, float], None] = lambda step, loss: None,
     after: Callable[[int], None] = lambda step: None,
-) -> float:
+) -> float:  # fmt: skip
     """Train the parameters of a module that require gradients, one step per batch; return the seconds of all attempts.
 
     The learning rate rises over the first share WARM_UP of the steps, and falls towards 0 at the last step.

@@ -37,14 +37,9 @@ class Acceptance:
 
 
 def verify(
-    verifier: Verifier,
-    rows: StepLogits,
-    trees: TreeBatch,
-    starts: np.ndarray,
-    is_end: np.ndarray,
-    guides: Sequence[Guide | None] = (),
-    guided_rows: StepLogits | None = None,
-) -> list[Acceptance | None]:
+    verifier: Verifier, rows: StepLogits, trees: TreeBatch, starts: np.ndarray, is_end: np.ndarray,
+    guides: Sequence[Guide | None] = (), guided_rows: StepLogits | None = None,
+) -> list[Acceptance | None]:  # fmt: skip
     """Accept the best path of each sequence's draft.
 
     On a CPU, nodes are judged in rounds, in the order in which they were drafted, and each round takes twice as many
@@ -230,13 +225,9 @@ class RowVerdicts:
 
 @torch.inference_mode()
 def judge_rows(
-    verifier: Verifier,
-    rows: StepLogits,
-    row_indices: np.ndarray,
-    parents: np.ndarray,
-    token_ids: np.ndarray,
+    verifier: Verifier, rows: StepLogits, row_indices: np.ndarray, parents: np.ndarray, token_ids: np.ndarray,
     sources: np.ndarray,
-) -> RowVerdicts:
+) -> RowVerdicts:  # fmt: skip
     """Judge drafted tokens by a rule and choose the target's tokens, from the logits of CHUNK_ROWS rows at a time.
 
     `row_indices` : int64[n], the rows to judge.

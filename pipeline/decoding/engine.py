@@ -58,12 +58,9 @@ class Engine:
     """
 
     def __init__(
-        self,
-        loaded: LoadedModel,
-        settings: DecodingSettings | None = None,
-        num_sharing: int = 1,
+        self, loaded: LoadedModel, settings: DecodingSettings | None = None, num_sharing: int = 1,
         drafter_bytes_per_token: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.settings = settings or DecodingSettings()
         self.loaded = loaded
         self.tokenizer = loaded.tokenizer
@@ -132,13 +129,9 @@ class Engine:
         return step_bytes(self.loaded.model.config, num_decoding, num_tokens, num_parts)
 
     def generate(
-        self,
-        requests: Iterable[GenerationRequest],
-        drafter: Drafter | None = None,
-        verifier: Verifier | None = None,
-        budget: Budget | None = None,
-        step_budget: StepBudget | None = None,
-    ) -> Iterator[Outcome]:
+        self, requests: Iterable[GenerationRequest], drafter: Drafter | None = None, verifier: Verifier | None = None,
+        budget: Budget | None = None, step_budget: StepBudget | None = None,
+    ) -> Iterator[Outcome]:  # fmt: skip
         """Write the texts of all requests, yielding each as it finishes.
 
         Parameters
@@ -180,14 +173,9 @@ class Engine:
             scheduler.close()
 
     def open_stream(
-        self,
-        requests: Iterable[GenerationRequest],
-        drafter: Drafter,
-        verifier: Verifier,
-        budget: Budget,
-        concurrency: Concurrency | None = None,
-        step_budget: StepBudget | None = None,
-    ) -> Stream:
+        self, requests: Iterable[GenerationRequest], drafter: Drafter, verifier: Verifier, budget: Budget,
+        concurrency: Concurrency | None = None, step_budget: StepBudget | None = None,
+    ) -> Stream:  # fmt: skip
         """A stream for callers that repeat `scheduler.admit`, `submit_step` and `finish_step`, as `generate` does."""
         limits = RequestLimits(self.max_context, self.vocab_size, budget.max_draft_tokens)
         scheduler = Scheduler(requests, self.cache, concurrency or self.concurrency, limits, self.max_prefill_tokens)
@@ -260,12 +248,9 @@ class Engine:
         max_depths = [sequence.num_left - 1 for sequence in drafting]  # a step's last token is the target's choice
         try:
             trees = prune(
-                drafter.draft_all(drafting, max_depths),
-                max_nodes=budget.max_draft_tokens,
-                max_depths=max_depths,
-                min_log_acceptance=budget.min_log_acceptance,
-                vocab_size=self.vocab_size,
-            )
+                drafter.draft_all(drafting, max_depths), max_nodes=budget.max_draft_tokens, max_depths=max_depths,
+                min_log_acceptance=budget.min_log_acceptance, vocab_size=self.vocab_size,
+            )  # fmt: skip
         except Exception as error:  # a drafter may run forwards with its own KV cache
             if not is_out_of_memory(error):
                 recovery.require_device(error)

@@ -87,13 +87,9 @@ class Guide:
     """The state of a text's grammar: the tokens that it allows after the output so far, and after drafts."""
 
     def __init__(
-        self,
-        matcher: llguidance.LLMatcher,
-        closing: "_Closing",
-        end_ids: tuple[int, ...],
-        max_tokens: int,
+        self, matcher: llguidance.LLMatcher, closing: "_Closing", end_ids: tuple[int, ...], max_tokens: int,
         shortest: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.end_id, self._end_ids = end_ids[0], end_ids
         self._matcher, self._closing = matcher, closing
         self._max_tokens, self._shortest = max_tokens, shortest  # tokens of the text and of the shortest answer

@@ -78,13 +78,9 @@ class Scheduler:
     """The `live` sequences of one stream of requests, ordered by row as in a step, and the waiting ones."""
 
     def __init__(
-        self,
-        requests: Iterable[GenerationRequest],
-        cache: KVCache,
-        concurrency: Concurrency,
-        limits: RequestLimits,
+        self, requests: Iterable[GenerationRequest], cache: KVCache, concurrency: Concurrency, limits: RequestLimits,
         max_prefill_tokens: int = 256,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.live: list[DecodingSequence] = []
         self._requests = enumerate(requests)
         self._waiting: list[DecodingSequence] = []  # preempted ones, the oldest first, then the one pulled last

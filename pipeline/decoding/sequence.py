@@ -182,17 +182,8 @@ class DecodingSequence:
             np.bincount(codes, minlength=NUM_SOURCES) for codes in (np.concatenate(self._drafted), accepted)
         )
         return GenerationResult(
-            request_id=self.request.request_id,
-            token_ids=self.output_ids.copy(),
-            sources=self.sources.copy(),
-            text=text,
-            finish_reason=finish_reason,
-            num_steps=self.num_steps,
-            num_drafted=self.num_drafted,
-            num_accepted=self.num_accepted,
-            drafted_by_source=drafted_by_source,
-            accepted_by_source=accepted_by_source,
-            end_id=self.end_id,
-            num_prompt=self.num_prompt,
-            num_prompt_reused=self.num_prompt_reused,
-        )
+            request_id=self.request.request_id, token_ids=self.output_ids.copy(), sources=self.sources.copy(),
+            text=text, finish_reason=finish_reason, num_steps=self.num_steps, num_drafted=self.num_drafted,
+            num_accepted=self.num_accepted, drafted_by_source=drafted_by_source, accepted_by_source=accepted_by_source,
+            end_id=self.end_id, num_prompt=self.num_prompt, num_prompt_reused=self.num_prompt_reused,
+        )  # fmt: skip

@@ -107,14 +107,10 @@ def observation_of(step: Step, accepted: list[Acceptance | None]) -> Observation
     committed = np.flatnonzero(batch.committed_mask(finite, nodes))
     hidden = step.output.rows.hidden
     return Observation(
-        sequences=step.sequences,
-        trees=step.trees,
-        sequence_of=batch.feed_of[committed],
-        positions=batch.positions[committed],
-        hidden=hidden.index_select(0, to_device(committed, hidden.device)),
-        rows=step.output.rows,
-        starts=batch.logit_starts,
-    )
+        sequences=step.sequences, trees=step.trees, sequence_of=batch.feed_of[committed],
+        positions=batch.positions[committed], hidden=hidden.index_select(0, to_device(committed, hidden.device)),
+        rows=step.output.rows, starts=batch.logit_starts,
+    )  # fmt: skip
 
 
 def _accepted_nodes(step: Step, accepted: list[Acceptance | None]) -> tuple[np.ndarray, np.ndarray, list[int]]:

@@ -154,12 +154,9 @@ class WorkerPool:
     """The workers of a run: idle ones, and those with an open call; the first call loads the model."""
 
     def __init__(
-        self,
-        spec: WorkerSpec,
-        layout: WorkerLayout,
-        max_attempts: int,
+        self, spec: WorkerSpec, layout: WorkerLayout, max_attempts: int,
         start_timeout_s: float = ClusterSettings().start_timeout_s,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.idle: list[_WorkerHandle] = []
         self.num_lost = 0
         self.on_first_text: Callable[[], None] | None = None  # None once called
@@ -181,14 +178,9 @@ class WorkerPool:
         self._token_paths.append(spec.run_dir / TOKEN_FILE)
         self._token_paths[-1].write_text(self._token)  # not by renaming a file: planning deletes temporary files
         self.spec = replace(
-            spec,
-            device=layout.device,
-            num_threads=layout.num_threads,
-            num_workers=layout.num_workers,
-            workers_a_gpu=layout.workers_a_gpu,
-            token=self._token,
-            software=software(),
-        )
+            spec, device=layout.device, num_threads=layout.num_threads, num_workers=layout.num_workers,
+            workers_a_gpu=layout.workers_a_gpu, token=self._token, software=software(),
+        )  # fmt: skip
 
     @property
     def actors(self) -> list:

@@ -66,17 +66,10 @@ class TextWriter:
     """
 
     def __init__(
-        self,
-        model: Path | str = "sample",
-        pools: Path | str | None = None,
-        side: Side = "user",
-        version: str | None = None,
-        system: str | None = None,
-        device: str = "auto",
-        num_threads: int | None = None,
-        date: datetime.date | str | None = None,
-        **decoding: Any,
-    ) -> None:
+        self, model: Path | str = "sample", pools: Path | str | None = None, side: Side = "user",
+        version: str | None = None, system: str | None = None, device: str = "auto", num_threads: int | None = None,
+        date: datetime.date | str | None = None, **decoding: Any,
+    ) -> None:  # fmt: skip
         self._settings = validated(DecodingSettings, {"model": str(model), **decoding}, "TextWriter")
         if self._settings.engine != "laserbatch":
             engine = f"engine {self._settings.engine} is not supported, only laserbatch"

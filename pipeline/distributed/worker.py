@@ -104,12 +104,9 @@ class ShardWorker:
         stats = DecodingStats.of(results, time.perf_counter() - start_s, num_rewritten, dict(repairs), graph_counts)
         logger.info("%s %s: %d texts, %d quarantined", shard.side, shard.name, len(ordered), len(quarantined))
         info = ShardInfo(
-            planned_sha256=shard.sha256,
-            group=shard.group,
-            stats=stats,
-            model=self.engine.model,
+            planned_sha256=shard.sha256, group=shard.group, stats=stats, model=self.engine.model,
             num_workers=self.spec.num_workers,
-        )
+        )  # fmt: skip
         return RunFolder(self.spec.run_dir).shards(shard.side).write(shard.name, table, quarantined, info)
 
     def _outcomes(

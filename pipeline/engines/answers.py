@@ -76,12 +76,9 @@ class Answers:
         shown = self._decoded(ids) if not self._hidden_ids.isdisjoint(ids.tolist()) else result.text
         is_open = self._opens_thoughts(prompt_ids)
         answer = without_thoughts(
-            self._tokenizer,
-            shown,
-            is_open,
-            is_in_prompt=lambda mark: mark in self._decoded(prompt_ids),
+            self._tokenizer, shown, is_open, is_in_prompt=lambda mark: mark in self._decoded(prompt_ids),
             is_quoted=lambda mark: mark in self._added and self._added[mark] not in ids,
-        )
+        )  # fmt: skip
         turn = self._marks.turn_in(shown, answer.spans[0][0] if answer.spans else 0)
         end = turn.start() if turn else len(shown)
         if answer.open_at is not None and answer.open_at <= end:
@@ -95,14 +92,11 @@ class Answers:
         num_invented = len(ids) - self._tokens(ids, end, bisect_right) if turn else 0
         num_before_turn = len(ids) - num_invented
         result = replace(
-            result,
-            token_ids=ids[is_shown],
-            sources=result.sources[is_shown],
+            result, token_ids=ids[is_shown], sources=result.sources[is_shown],
             text=self._decoded(ids[is_shown], skip_special_tokens=True),
             num_thought_tokens=num_before_turn - int(is_shown.sum()),
-            uncut=(ids[:num_before_turn], result.sources[:num_before_turn]),
-            num_invented=num_invented,
-        )
+            uncut=(ids[:num_before_turn], result.sources[:num_before_turn]), num_invented=num_invented,
+        )  # fmt: skip
         return replace(result, finish_reason=ROLE_MARK, role_mark=turn.group().strip()) if turn else result
 
     def _opens_thoughts(self, prompt_ids: np.ndarray) -> bool:

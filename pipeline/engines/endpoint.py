@@ -68,12 +68,9 @@ class EndpointEngine(TextEngine):
         return f"{self._settings.model} ({', '.join(f'{k} {v}' for k, v in facts.items() if v) or 'nothing more'})"
 
     def generate(
-        self,
-        side: Side,
-        requests: Iterable[GenerationRequest],
-        decoding: DecodingSettings,
+        self, side: Side, requests: Iterable[GenerationRequest], decoding: DecodingSettings,
         budget: Budget | None = None,
-    ) -> Iterator[Outcome]:
+    ) -> Iterator[Outcome]:  # fmt: skip
         """Like `TextEngine.generate`. Raises RunFailed, before sending: the texts may cost more than allowed."""
         requests = [self._answers.unguided_thoughts(request) for request in requests]
         self._require_affordable(requests)

@@ -135,14 +135,9 @@ class EndpointClient:
             ) from None
 
     async def _sent(
-        self,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None,
-        num_tokens: int,
-        options: Any = MappingProxyType({}),
+        self, method: str, path: str, body: dict[str, Any] | None, num_tokens: int, options: Any = MappingProxyType({}),
         **content: Any,
-    ) -> str:
+    ) -> str:  # fmt: skip
         num_failures, num_tries, num_crashes, failed_s = 0, 0, 0, time.monotonic()
         async with AsyncExitStack() as alone:
             while True:

@@ -28,12 +28,9 @@ class TextEngine:
         return {}
 
     def generate(
-        self,
-        side: Side,
-        requests: Iterable[GenerationRequest],
-        decoding: DecodingSettings,
+        self, side: Side, requests: Iterable[GenerationRequest], decoding: DecodingSettings,
         budget: Budget | None = None,
-    ) -> Iterator[Outcome]:
+    ) -> Iterator[Outcome]:  # fmt: skip
         """Write the texts of all requests by the settings, in any order; `budget` None: the settings' budget."""
         raise NotImplementedError
 

@@ -40,16 +40,9 @@ class OwnEngine(TextEngine):
     """
 
     def __init__(
-        self,
-        model_dir: Path,
-        decoding: DecodingSettings,
-        device: str,
-        num_threads: int,
-        num_sharing: int,
-        num_workers: int,
-        pool_dirs: Mapping[Side, Path],
-        step_cost_dir: Path,
-    ) -> None:
+        self, model_dir: Path, decoding: DecodingSettings, device: str, num_threads: int, num_sharing: int,
+        num_workers: int, pool_dirs: Mapping[Side, Path], step_cost_dir: Path,
+    ) -> None:  # fmt: skip
         torch.set_num_threads(num_threads)
         loaded = load_model(model_dir, decoding.dtype, device, decoding.adapter)
         self._plugins = load_plugin_drafters(decoding, loaded)
@@ -67,12 +60,9 @@ class OwnEngine(TextEngine):
         }
         packed = f" ({loaded.quantization} weights)" if loaded.quantization else ""
         self.model = ModelFigures(
-            id=self.engine.model_id,
-            dtype=str(loaded.model.dtype).removeprefix("torch.") + packed,
-            device=self.engine.device.type,
-            num_parameters=loaded.num_parameters,
-            dtype_reason=loaded.dtype_reason,
-        )
+            id=self.engine.model_id, dtype=str(loaded.model.dtype).removeprefix("torch.") + packed,
+            device=self.engine.device.type, num_parameters=loaded.num_parameters, dtype_reason=loaded.dtype_reason,
+        )  # fmt: skip
 
     def progress(self) -> tuple[int, float]:
         return self.engine.num_forwards, self.engine.costliest_step_s
@@ -83,12 +73,9 @@ class OwnEngine(TextEngine):
         return {} if buffered is None else {name: getattr(buffered, f"num_{name}") for name in GRAPH_COUNTS}
 
     def generate(
-        self,
-        side: Side,
-        requests: Iterable[GenerationRequest],
-        decoding: DecodingSettings,
+        self, side: Side, requests: Iterable[GenerationRequest], decoding: DecodingSettings,
         budget: Budget | None = None,
-    ) -> Iterator[Outcome]:
+    ) -> Iterator[Outcome]:  # fmt: skip
         self.engine.reset_prefix_cache()  # texts that were written before, for whatever purpose, must not matter
         # The engine's own settings may be those of another pass.
         engine, budget = self.engine, budget or Budget.of(decoding)

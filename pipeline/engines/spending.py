@@ -50,12 +50,9 @@ class Spending:
     def figures(self, settings: EndpointSettings) -> EndpointFigures:
         """These counts for a manifest, with the server and the cost."""
         return EndpointFigures(
-            url=settings.url,
-            model=settings.model,
-            api=settings.api,
-            cost=self.cost(settings.price_per_million_tokens),
+            url=settings.url, model=settings.model, api=settings.api, cost=self.cost(settings.price_per_million_tokens),
             **asdict(self),
-        )
+        )  # fmt: skip
 
 
 def _counted(usage: Any, name: str, otherwise: int) -> int:

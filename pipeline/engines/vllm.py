@@ -74,15 +74,9 @@ class VllmEngine(TextEngine):
     """
 
     def __init__(
-        self,
-        model_dir: Path,
-        decoding: DecodingSettings,
-        device: str,
-        num_threads: int,
-        num_sharing: int,
-        pool_dirs: Mapping[Side, Path],
-        step_cost_dir: Path,
-    ) -> None:
+        self, model_dir: Path, decoding: DecodingSettings, device: str, num_threads: int, num_sharing: int,
+        pool_dirs: Mapping[Side, Path], step_cost_dir: Path,
+    ) -> None:  # fmt: skip
         self.tokenizer = files.load_tokenizer(model_dir, decoding.adapter)
         self._rules = files.folder_rules(model_dir)
         # vLLM's loaders skip biases that a configuration does not describe
@@ -130,12 +124,9 @@ class VllmEngine(TextEngine):
         )
 
     def generate(
-        self,
-        side: Side,
-        requests: Iterable[GenerationRequest],
-        decoding: DecodingSettings,
+        self, side: Side, requests: Iterable[GenerationRequest], decoding: DecodingSettings,
         budget: Budget | None = None,
-    ) -> Iterator[Outcome]:
+    ) -> Iterator[Outcome]:  # fmt: skip
         """Like `TextEngine.generate`; the proposer, not the budget, decides at each step what is drafted."""
         requests = list(requests)
         if (routes := self._routes(side)).parent.exists():
@@ -173,14 +164,11 @@ class VllmEngine(TextEngine):
                 f"too-long: the prompt has {len(request.prompt_ids)} tokens; the model's context {self._max_context}"
             )
         sampling = SamplingParams(
-            temperature=0,
-            max_tokens=min(request.max_new_tokens, room),
-            stop_token_ids=self._end_ids,
-            repetition_penalty=self._rules.get("repetition_penalty", 1.0),
-            detokenize=False,
+            temperature=0, max_tokens=min(request.max_new_tokens, room), stop_token_ids=self._end_ids,
+            repetition_penalty=self._rules.get("repetition_penalty", 1.0), detokenize=False,
             output_kind=RequestOutputKind.DELTA,
             structured_outputs=None if grammar is None else StructuredOutputsParams(grammar=grammar),
-        )
+        )  # fmt: skip
         prompt = {"prompt_token_ids": request.prompt_ids.tolist()}
         self._engine.add_request(request.request_id, prompt, sampling, lora_request=self._lora)
 
@@ -214,18 +202,13 @@ class VllmEngine(TextEngine):
             by_source = np.zeros((2, NUM_SOURCES), np.int64)
             by_source[:, SOURCE_POOL] = num_accepted + num_rejected, num_accepted
             result = GenerationResult(
-                request_id=text.request.request_id,
-                token_ids=np.array(text.token_ids, np.int32),
+                request_id=text.request.request_id, token_ids=np.array(text.token_ids, np.int32),
                 sources=np.array(text.sources, np.uint8),
                 text=cast("str", self.tokenizer.decode(text.token_ids, skip_special_tokens=True)),
-                finish_reason="end_of_text" if at_end else "length",
-                num_steps=text.num_steps,
-                num_drafted=num_accepted + num_rejected,
-                num_accepted=num_accepted,
-                drafted_by_source=by_source[0],
-                accepted_by_source=by_source[1],
-                end_id=end_id,
-            )
+                finish_reason="end_of_text" if at_end else "length", num_steps=text.num_steps,
+                num_drafted=num_accepted + num_rejected, num_accepted=num_accepted, drafted_by_source=by_source[0],
+                accepted_by_source=by_source[1], end_id=end_id,
+            )  # fmt: skip
             yield self._answers.answer(result, text.request.prompt_ids)
 
     def _routes(self, side: Side) -> Path:

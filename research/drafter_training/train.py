@@ -39,13 +39,9 @@ class TrainingOptions:
 
 
 def train_drafter(
-    kind: Kind,
-    model_dir: Path,
-    texts: Sequence[TrainingText],
-    folder: Path,
-    options: TrainingOptions | None = None,
+    kind: Kind, model_dir: Path, texts: Sequence[TrainingText], folder: Path, options: TrainingOptions | None = None,
     on_progress: Callable[[int, float], None] = lambda step, loss: None,
-) -> DrafterCard:
+) -> DrafterCard:  # fmt: skip
     """Train a drafter for the model in `model_dir` on texts that it wrote, and write the drafter into `folder`.
 
     Equal inputs give equal bytes. `on_progress` is called after each step with its number and its loss. Raises
@@ -65,14 +61,10 @@ def train_drafter(
     folder.mkdir(parents=True, exist_ok=True)
     seeds = (options.seed + epoch for epoch in range(options.epochs))
     seconds = train_steps(
-        method.module,
-        [batch for seed in seeds for batch in batches_of(shown, options.batch_size, seed)],
-        lambda batch: method.loss(target.batch(batch)),
-        folder,
-        _digest(kind, model_dir, texts, options),
-        options.learning_rate * USUAL_WIDTH / max(USUAL_WIDTH, target.embed.weight.shape[1]),
-        on_progress,
-    )
+        method.module, [batch for seed in seeds for batch in batches_of(shown, options.batch_size, seed)],
+        lambda batch: method.loss(target.batch(batch)), folder, _digest(kind, model_dir, texts, options),
+        options.learning_rate * USUAL_WIDTH / max(USUAL_WIDTH, target.embed.weight.shape[1]), on_progress,
+    )  # fmt: skip
     start_s = time.perf_counter()
     card = judged(card, method, target, judging)
     method.save(folder, model_dir)

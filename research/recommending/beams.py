@@ -125,13 +125,9 @@ def next_beams(
 
 
 def search(
-    trees: CodeTrees,
-    trie: ItemTrie,
-    num_users: int,
-    size: int,
-    drafter: BeamDrafter,
+    trees: CodeTrees, trie: ItemTrie, num_users: int, size: int, drafter: BeamDrafter,
     left_out: Sequence[Sequence[np.ndarray] | None] | None = None,
-) -> list[BeamResult]:
+) -> list[BeamResult]:  # fmt: skip
     """The `size` best items of each user, or fewer if the catalogue has fewer.
 
     `left_out` has for each user the argument of `next_beams`.

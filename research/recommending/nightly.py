@@ -268,18 +268,11 @@ def _figures(
     manifest.judgement.extension_figures = {"num_shorter": num_shorter}
     manifest.generation.model = next((record.written_by.model for record in written), manifest.generation.model)
     return SideFigures(
-        num_entities=plan.num_entities,
-        num_generated=by_plan + num_written,
-        num_carried_over=plan.num_carried_over - by_plan,
-        num_quarantined=sum(reasons.values()),
-        num_stale=num_stale,
-        quarantine_reasons=reasons,
-        routes=plan.routes,
-        shards=written,
-        stats=stats_of(written),
-        budget=manifest.generation.budgets.get("user"),
-        samples=_samples(run, lists),
-    )
+        num_entities=plan.num_entities, num_generated=by_plan + num_written,
+        num_carried_over=plan.num_carried_over - by_plan, num_quarantined=sum(reasons.values()), num_stale=num_stale,
+        quarantine_reasons=reasons, routes=plan.routes, shards=written, stats=stats_of(written),
+        budget=manifest.generation.budgets.get("user"), samples=_samples(run, lists),
+    )  # fmt: skip
 
 
 def _samples(run: RunFolder, lists: Lists) -> list[SampleText]:

@@ -22,15 +22,9 @@ from laserbatch.research.recommending.training import RecommenderOptions, train_
 
 
 def train_on_tables(
-    settings: Settings,
-    out: Path,
-    codes_file: Path | None,
-    draft_for: Path | None,
-    loss: DraftLoss,
-    date: datetime.date | None,
-    epochs: int | None,
-    base: Path | None = None,
-) -> RecommenderCard:
+    settings: Settings, out: Path, codes_file: Path | None, draft_for: Path | None, loss: DraftLoss,
+    date: datetime.date | None, epochs: int | None, base: Path | None = None,
+) -> RecommenderCard:  # fmt: skip
     """Train a recommender into a folder, with its codes; `draft_for` is the folder of a small model's target, and
     `base` the folder of a language model to extend."""
     torch.set_num_threads(usable_cores())

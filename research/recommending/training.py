@@ -59,13 +59,9 @@ class RecommenderOptions:
 
 
 def train_recommender(
-    codes: ItemCodes,
-    histories: Sequence[np.ndarray],
-    folder: Path,
-    options: RecommenderOptions = RecommenderOptions(),
-    on_progress: OnProgress = lambda step, num_steps, loss: None,
-    base: Path | None = None,
-) -> RecommenderCard:
+    codes: ItemCodes, histories: Sequence[np.ndarray], folder: Path, options: RecommenderOptions = RecommenderOptions(),
+    on_progress: OnProgress = lambda step, num_steps, loss: None, base: Path | None = None,
+) -> RecommenderCard:  # fmt: skip
     """Train a recommender to predict the codes of the next item in histories, which are rows of `codes`, oldest first.
 
     The last item of some histories is held out; the weights of the epoch with the lowest loss on them are written. The
@@ -154,14 +150,10 @@ def _rankings(
 
 
 def train_draft(
-    kind: DraftLoss,
-    target: Recommender,
-    codes: ItemCodes,
-    histories: Sequence[np.ndarray],
-    folder: Path,
+    kind: DraftLoss, target: Recommender, codes: ItemCodes, histories: Sequence[np.ndarray], folder: Path,
     options: RecommenderOptions = RecommenderOptions(hidden_size=64, num_layers=1),
     on_progress: OnProgress = lambda step, num_steps, loss: None,
-) -> RecommenderCard:
+) -> RecommenderCard:  # fmt: skip
     """Train a small model to draft for a target; it learns to predict the last item of each history.
 
     Lists are the target's, not mixed with the draft's (lambda = 1 in D' of Eq. 3). Raises as `train_recommender` does.

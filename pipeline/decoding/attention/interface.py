@@ -54,18 +54,10 @@ def planned(plan: StepPlan) -> Iterator[None]:
 
 
 def slot_attention(
-    module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | object | None = _ABSENT,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **kwargs,
-) -> tuple[torch.Tensor, None]:
+    module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask, scaling: float | None = None,
+    dropout: float = 0.0, sliding_window: int | object | None = _ABSENT, softcap: float | None = None,
+    s_aux: torch.Tensor | None = None, **kwargs,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Attention of one layer in a batch of packed sequences: (1, num_tokens, num_heads, value_dim) and None.
 
     The layer's new keys and values are written to the cache, and its tokens read them by slot.

@@ -73,14 +73,11 @@ def attention_metadata(batch: Batch, cache: KVCache) -> AttentionMetadata[np.nda
     if len(batch.trees):
         ancestors[batch.is_node] = batch.trees.ancestors
     return AttentionMetadata(
-        slots=slots,
-        cu_seqlens_k=np.append(0, ends).astype(np.int32),
+        slots=slots, cu_seqlens_k=np.append(0, ends).astype(np.int32),
         num_committed=batch.num_committed.astype(np.int32),
-        cu_seqlens_q=np.append(batch.offsets, len(batch)).astype(np.int32),
-        num_chain=batch.num_chain.astype(np.int32),
-        ancestors=ancestors,
-        positions=batch.positions,
-    )
+        cu_seqlens_q=np.append(batch.offsets, len(batch)).astype(np.int32), num_chain=batch.num_chain.astype(np.int32),
+        ancestors=ancestors, positions=batch.positions,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -72,14 +72,9 @@ class Tasks:
 
 
 def numba_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    metadata: AttentionMetadata[np.ndarray],
-    tasks: Tasks,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: AttentionMetadata[np.ndarray],
+    tasks: Tasks, scale: float, window: int | None,
+) -> torch.Tensor:  # fmt: skip
     """Attention of a batch's tokens: (N, num_heads, value_dim).
 
     All are float32, or all bfloat16, on a CPU; keys and values are contiguous.

@@ -66,15 +66,9 @@ class Group:
 
 
 def torch_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    groups: list[Group],
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, groups: list[Group], scale: float,
+    window: int | None, softcap: float | None, sinks: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     """Attention of the groups' tokens, at their indices in (N, num_heads, value_dim)."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, value_dim = keys.shape[0], values.shape[2]

@@ -30,18 +30,10 @@ INTERPRETED = knobs.runtime.interpret  # the setting when the kernels were defin
 
 
 def triton_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    metadata: AttentionMetadata[torch.Tensor],
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    shape: LaunchShape | None = None,
-    blocks: Blocks = DEFAULT_BLOCKS,
-    scratch: "Scratch | None" = None,
-) -> torch.Tensor:
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, metadata: AttentionMetadata[torch.Tensor],
+    scale: float, window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
+    shape: LaunchShape | None = None, blocks: Blocks = DEFAULT_BLOCKS, scratch: "Scratch | None" = None,
+) -> torch.Tensor:  # fmt: skip
     """Fused attention by the contract of `metadata`, with zeros for padding.
 
     The last dimension of query, keys and values must be contiguous.

@@ -22,13 +22,9 @@ def load_plugin_drafters(settings: DecodingSettings, target: LoadedModel | None)
 
 
 def drafter_from(
-    settings: DecodingSettings,
-    pool=None,
-    budget: Budget | None = None,
-    num_threads: int = 1,
-    plugins: Sequence[LoadedDrafter] | None = None,
-    max_tokens: int = UNBOUNDED,
-) -> Drafter:
+    settings: DecodingSettings, pool=None, budget: Budget | None = None, num_threads: int = 1,
+    plugins: Sequence[LoadedDrafter] | None = None, max_tokens: int = UNBOUNDED,
+) -> Drafter:  # fmt: skip
     """The drafter that the settings name, over a pool if there is one.
 
     `budget` : None: the settings' budget.
@@ -58,13 +54,9 @@ class RetrievalDrafter(Drafter):
     """
 
     def __init__(
-        self,
-        pool=None,
-        sources: tuple[str, ...] = ("previous", "prompt", "output", "pool"),
-        max_nodes: int = 16,
-        min_acceptance: float = 0.07,
-        num_threads: int = 1,
-    ) -> None:
+        self, pool=None, sources: tuple[str, ...] = ("previous", "prompt", "output", "pool"), max_nodes: int = 16,
+        min_acceptance: float = 0.07, num_threads: int = 1,
+    ) -> None:  # fmt: skip
         from laserbatch.retrieval_pools.draft import DraftOptions, draft_batch  # compiled; plain decoding goes without
 
         self._draft_batch = draft_batch
@@ -77,13 +69,8 @@ class RetrievalDrafter(Drafter):
 
     def draft_all(self, sequences: list[DecodingSequence], max_depths: list[int]) -> TreeBatch:
         drafts = self._draft_batch(
-            self._pool,
-            [sequence.context for sequence in sequences],
-            [sequence.num_prompt for sequence in sequences],
-            [sequence.previous_ids for sequence in sequences],
-            [sequence.group for sequence in sequences],
-            max_depths,
-            self._options,
-            self._num_threads,
-        )
+            self._pool, [sequence.context for sequence in sequences], [sequence.num_prompt for sequence in sequences],
+            [sequence.previous_ids for sequence in sequences], [sequence.group for sequence in sequences], max_depths,
+            self._options, self._num_threads,
+        )  # fmt: skip
         return TreeBatch(*drafts.joined())

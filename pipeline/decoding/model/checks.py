@@ -228,13 +228,9 @@ def _short_windows(model) -> Iterator[None]:
 
 
 def _compare(
-    model,
-    device: torch.device,
-    probes: list[Probe],
-    plain: list[list[torch.Tensor]],
-    tolerance: float,
+    model, device: torch.device, probes: list[Probe], plain: list[list[torch.Tensor]], tolerance: float,
     attention: str = "torch",
-) -> int:
+) -> int:  # fmt: skip
     """Run the probes packed and compare with their plain logits; return KV bytes per token.
 
     The median error over probes counts: rounding may spoil the logits of one text, but a broken mask spoils most.

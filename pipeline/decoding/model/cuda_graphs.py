@@ -137,13 +137,9 @@ class BufferedForward:
     """
 
     def __init__(
-        self,
-        head: OutputHead,
-        cache: KVCache,
-        device: torch.device,
-        make_kernel: Callable[[], Callable[..., torch.Tensor]],
-        layers: "CudaLayers | None" = None,
-    ) -> None:
+        self, head: OutputHead, cache: KVCache, device: torch.device,
+        make_kernel: Callable[[], Callable[..., torch.Tensor]], layers: "CudaLayers | None" = None,
+    ) -> None:  # fmt: skip
         self.buckets: dict[tuple[int, LaunchShape], Bucket] = {}  # in order of use, the last used one last
         self.num_captures = self.num_failed_captures = self.num_replays = self.num_eager_steps = 0
         self._head = head
