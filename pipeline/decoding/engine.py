@@ -11,7 +11,6 @@ the exception: it can change with the shape of a forward.
 import logging
 import time
 import traceback
-from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import cast
 
@@ -150,12 +149,13 @@ class Engine:
         budget = budget or Budget.of(self.settings)
         stream = self.open_stream(requests, drafter or NoDrafter(), verifier, budget, step_budget=step_budget)
         scheduler = stream.scheduler
-        ended: deque[tuple[DecodingSequence, str | GenerationFailure]] = deque()  # results not yielded yet
+        ended: list[tuple[DecodingSequence, str | GenerationFailure]] = []  # not yielded yet
         is_grown = self.runner.buffered is None
         try:
             while True:
                 if not scheduler.live:  # no forward to overlap with
-                    yield from self._results(ended)
+                    yield from (self.result(*each) for each in ended)
+                    ended = []
                 yield from scheduler.admit()
                 if not scheduler.live:
                     return
@@ -164,8 +164,8 @@ class Engine:
                     self._grow_cache(stream)
                     is_grown = True
                 step = self.submit_step(stream)
-                yield from self._results(ended)
-                ended += self.finish_step(step, stream)
+                yield from (self.result(*each) for each in ended)
+                ended = self.finish_step(step, stream)
         except Exception as error:  # raised by a drafter, for example
             recovery.require_device(error)
             raise
@@ -297,11 +297,6 @@ class Engine:
             stream.step_budget.observe(step.trees, accepted)
         outcomes |= guided.advance(sequence for sequence in step.sequences if sequence not in outcomes)
         return outcomes | recovery.without_drafts(self, step, accepted, stream)
-
-    def _results(self, ended: deque[tuple[DecodingSequence, str | GenerationFailure]]) -> Iterator[Outcome]:
-        """Results of the sequences in `ended`, which is emptied."""
-        while ended:
-            yield self.result(*ended.popleft())
 
     def result(self, sequence: DecodingSequence, outcome: str | GenerationFailure) -> Outcome:
         """The result of a sequence that ended with this finish reason or failure, for `generate` to yield."""

@@ -75,7 +75,6 @@ class KVCache:
         self._forget_slots()
 
     def _forget_slots(self) -> None:
-        """Drop all slots and what they hold."""
         self.free = FreeSlots()
         self.layers: dict[int, LayerMemory] = {}
         self._table = np.zeros((self.max_rows, 0), np.int32)  # each row's slots in text order

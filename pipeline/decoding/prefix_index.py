@@ -69,7 +69,6 @@ def _key(token_ids: np.ndarray) -> bytes:
 
 
 def _num_shared(first: bytes, second: bytes) -> int:
-    """The number of leading tokens that two keys have in common."""
     length = min(len(first), len(second))
     if first[:length] == second[:length]:
         return length // 4

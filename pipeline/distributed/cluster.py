@@ -158,11 +158,9 @@ def require_own_gpu(granted: list, visible: str | None) -> None:
 
 @contextmanager
 def ray_cluster(
-    settings: ClusterSettings,
-    workspace: Path | None = None,
-    gpus_a_worker: int = 1,
+    settings: ClusterSettings, workspace: Path | None = None, gpus_a_worker: int = 1,
     worker_bytes: Callable[[], int | None] = lambda: None,
-) -> Iterator[WorkerLayout]:
+) -> Iterator[WorkerLayout]:  # fmt: skip
     """Join the cluster at `ray_address`, or start a local one, whatever else runs here, and stop it afterwards.
 
     `workspace` : processes of a local cluster are marked with it, so that `end_leftovers` finds those of killed nights.

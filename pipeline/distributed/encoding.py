@@ -82,10 +82,9 @@ class ClusterEncoder:
 
     def run_tasks(self, tasks: Iterable[Task]) -> list[Any]:
         """See `PartsEncoder`. Raises as `encode_parts` does."""
-        tasks, results = list(tasks), {}
-        for number, result in self._results(_run_task, [(task,) for task in tasks]):
-            require_visible(tasks[number].outputs)
-            results[number] = result
+        tasks = list(tasks)
+        results = dict(self._results(_run_task, [(task,) for task in tasks]))
+        require_visible(path for task in tasks for path in task.outputs)
         return [results[number] for number in range(len(tasks))]
 
     def _results(

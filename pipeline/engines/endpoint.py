@@ -133,7 +133,6 @@ class EndpointEngine(TextEngine):
         return self._finished(request, answer)
 
     async def _batch_outcomes(self, requests: list[GenerationRequest]) -> list[Outcome]:
-        """The outcomes of all requests of a shard, by the server's batch API."""
         bodies: dict[str, dict[str, Any]] = {}
         answers: dict[str, dict[str, Any] | RowError] = {}
         for number, request in enumerate(requests):

@@ -52,12 +52,16 @@ class OwnEngine(TextEngine):
         self.tokenizer = loaded.tokenizer
         self._answers = Answers(self.tokenizer, self.engine.end_ids, decoding.thinking == "cut")
         self.engine.end_at(self._answers.role_ids)
-        self._decoding, self._num_workers, self._step_cost_dir = decoding, num_workers, step_cost_dir
+        self._decoding = decoding
         expected = tokenizer_hash(tokenizer_folder(model_dir, decoding.adapter))
         self._pools: dict[Side, Pool] = {
             side: Pool.open(path, expected, max_resident_bytes=int(RESIDENT_SHARE * host_memory().free_bytes))
             for side, path in pool_dirs.items()
         }
+        # The larger of both sides' pools, whose drafting is timed.
+        self._largest_pool = max(self._pools.values(), key=lambda pool: pool.manifest.num_tokens, default=None)
+        num_pool_tokens = 0 if self._largest_pool is None else self._largest_pool.manifest.num_tokens
+        self._cost_cache = StepCostCache(step_cost_dir, self.engine, num_pool_tokens, num_workers)
         packed = f" ({loaded.quantization} weights)" if loaded.quantization else ""
         self.model = ModelFigures(
             id=self.engine.model_id, dtype=str(loaded.model.dtype).removeprefix("torch.") + packed,
@@ -128,13 +132,3 @@ class OwnEngine(TextEngine):
         known_steps = cache.known_steps()
         step_cost = measure_step_cost(self.engine, self._largest_pool, decoding.text_sources, sizes, known_steps)
         return cache.write(step_cost) if save else step_cost
-
-    @property
-    def _cost_cache(self) -> StepCostCache:
-        num_pool_tokens = 0 if self._largest_pool is None else self._largest_pool.manifest.num_tokens
-        return StepCostCache(self._step_cost_dir, self.engine, num_pool_tokens, self._num_workers)
-
-    @property
-    def _largest_pool(self) -> Pool | None:
-        """The larger of both sides' pools, whose drafting is timed."""
-        return max(self._pools.values(), key=lambda pool: pool.manifest.num_tokens, default=None)

@@ -117,11 +117,9 @@ class VllmEngine(TextEngine):
         vocab_size = getattr(config.hf_text_config, "vocab_size", len(self.tokenizer))
         self._end_ids = sorted({*named, *(i for i in self._answers.role_ids if i < vocab_size)})
         self.model = ModelFigures(
-            id=files.model_identity(model_dir, decoding.adapter),
-            dtype=str(config.dtype).removeprefix("torch."),
-            device=device,
-            num_parameters=_num_parameters(model_dir, config.hf_text_config),
-        )
+            id=files.model_identity(model_dir, decoding.adapter), dtype=str(config.dtype).removeprefix("torch."),
+            device=device, num_parameters=_num_parameters(model_dir, config.hf_text_config),
+        )  # fmt: skip
 
     def generate(
         self, side: Side, requests: Iterable[GenerationRequest], decoding: DecodingSettings,

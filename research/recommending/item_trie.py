@@ -74,7 +74,6 @@ class ItemTrie:
 
     @cached_property
     def _nodes_of_paths(self) -> dict[Path, int | None]:
-        """A cache of the results of `node_of`."""
         return {(): 0}
 
     def ways_to(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -157,7 +157,6 @@ def _write(workspace: Workspace, run: RunFolder, manifest: RunManifest, lists: L
 
 
 def _stale(previous: pa.Table, lists: Lists, failed: pa.ChunkedArray) -> pa.Table:
-    """The earlier lists of users whose new list failed."""
     stale = stale_lists(previous, failed.combine_chunks(), lists.catalogue)
     if lists.options.list_again:
         return stale
@@ -217,11 +216,9 @@ def _hand_out(
     options = lists.options
     places = {name: path.resolve() for name in ("model", "draft_model") if (path := getattr(options, name)) is not None}
     spec = ListSpec(
-        run_id=run.run_id,
-        run_dir=run.root.resolve(),
-        model_dir=places["model"],
+        run_id=run.run_id, run_dir=run.root.resolve(), model_dir=places["model"],
         options=options.model_copy(update=places),
-    )
+    )  # fmt: skip
 
     with NightWorkers(lists.settings.cluster, workspace.root) as workers:
         worker_pool = workers.worker_pool(spec)
@@ -302,7 +299,6 @@ def _measured(manifest: RunManifest, num_before: int) -> list[GateFigures]:
 
 
 def _publish(workspace: Workspace, run: RunFolder, settings: Settings) -> None:
-    """Publish and deliver a finished run, and remove old runs."""
     uri = delivery_uri(workspace, settings.deliver_to)
     publish_run(workspace, run)
     deliver(workspace, uri)

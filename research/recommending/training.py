@@ -125,7 +125,6 @@ def train_recommender(
 def _initial_model(
     codes: ItemCodes, options: RecommenderOptions, base: Path | None, device: str
 ) -> tuple[torch.nn.Module, RecommenderCard]:
-    """A new model, or `base` extended by the codes; and the model's card."""
     card = RecommenderCard(sizes=codes.sizes, codes=codes_digest(codes), history=options.history)
     if base is None:
         model = new_model(card, options.hidden_size, options.num_layers, options.seed)
@@ -139,7 +138,6 @@ def _rankings(
     model, card: RecommenderCard, trie: ItemTrie, codes: ItemCodes, learned: Sequence[np.ndarray],
     held_out: Sequence[np.ndarray],
 ) -> dict[str, Ranking]:  # fmt: skip
-    """The accuracy of the model and of the baselines for the last items of held-back histories."""
     answers, before = [history[-1] for history in held_out], [history[:-1] for history in held_out]
     lists = {
         "held_back": listed(model, card, trie, codes, before),

@@ -108,7 +108,6 @@ def _add_step(lefts, row, column, width, has_lower):
 
 @njit(error_model="numpy")
 def _store_sums(sums, row, column, width, has_lower):
-    """Store tiles 0 to 3 as float32."""
     place, row_bytes = row * width + column, 4 * width
     store_rows(0, sums, place, row_bytes), store_rows(1, sums, place + LANES, row_bytes)
     if has_lower:

@@ -77,10 +77,8 @@ def triton_attention(
         heads = max(1, COMBINED_RESULTS // shape.num_parts)
         combine[(num_tokens, triton.cdiv(num_heads, heads))](
             *(parts, log_sums, sinks_or_any, out, metadata.cu_seqlens_q, num_sequences, num_heads),
-            NUM_PARTS=shape.num_parts,
-            HEADS=heads,
-            **whole,
-        )
+            NUM_PARTS=shape.num_parts, HEADS=heads, **whole,
+        )  # fmt: skip
     return out
 
 
@@ -118,7 +116,7 @@ def sequences_block(num_sequences: int) -> int:
 
 def block_rows(shape: LaunchShape, num_folded: int, blocks: Blocks = DEFAULT_BLOCKS) -> int:
     """The number of query rows (tokens x folded heads) of one program; a token's heads stay together."""
-    rows_of_token = triton.next_power_of_2(num_folded)
+    rows_of_token = 1 << (num_folded - 1).bit_length()  # the next power of two
     return max(16, rows_of_token, min(shape.tile_tokens * rows_of_token, blocks.rows))
 
 
@@ -129,4 +127,4 @@ def block_keys(head_dim: int, dtype: torch.dtype, blocks: Blocks = DEFAULT_BLOCK
 
 def _block(dim: int) -> int:
     """The smallest block size that holds a head's dimensions and can be multiplied."""
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, 1 << (dim - 1).bit_length())

@@ -16,11 +16,9 @@ class ComputeType(NamedTuple):
 
 
 def choose_dtype(
-    requested: Literal["auto", "float32", "bfloat16"] | str,
-    device_type: str,
-    stored: str,
+    requested: Literal["auto", "float32", "bfloat16"] | str, device_type: str, stored: str,
     quantization: str | None = None,
-) -> ComputeType:
+) -> ComputeType:  # fmt: skip
     """Choose the type in which a model computes.
 
     `requested` : as in `decoding.dtype`.

@@ -218,7 +218,6 @@ class BufferedForward:
         return (self._cache.capacity, *(tensor.data_ptr() for tensor in tensors))
 
     def _run_bucket(self, bucket: Bucket, shape: LaunchShape) -> torch.Tensor:
-        """Run a filled bucket; return its hidden states."""
         # An eager step compiles kernels, also for memory of other strides; a capture must not. If the cache's memory
         # was given back, a capture would allocate the cache, and each replay would clear it.
         if bucket.signature != self._signature():
@@ -238,7 +237,6 @@ class BufferedForward:
         return hidden
 
     def _try_capture(self, bucket: Bucket, shape: LaunchShape) -> bool:
-        """Capture a bucket's graph; return whether that succeeded."""
         try:
             with _no_garbage_collection():
                 self._capture(bucket, shape)

@@ -152,7 +152,6 @@ def load_tokenizer(folder: Path, adapter: str | Path | None = None) -> "PreTrain
 
 
 def _chat_template(adapter: Path) -> str | None:
-    """The chat template that an adapter's folder holds, or None."""
     if (file := adapter / "chat_template.jinja").is_file():
         return file.read_text(encoding="utf-8")
     file = adapter / "tokenizer_config.json"

@@ -78,7 +78,6 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _run(self, batch: Batch, metadata: AttentionMetadata[np.ndarray]) -> HiddenRows:
-        """Run the model without a kernel."""
         input_ids, position_ids = self._on_device(batch.token_ids)[None], self._on_device(batch.positions)[None]
         attention = EagerAttention(metadata, self.device)
         plan = self.last_plan = StepPlan(self.cache, self._on_device(batch.slot_mapping), attention)
