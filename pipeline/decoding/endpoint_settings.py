@@ -22,11 +22,10 @@ class TokenPrices(Strict):
     input: float = Field(ge=0, description="A million tokens of prompts cost this much.")
     output: float = Field(ge=0, description="A million tokens of answers cost this much.")
     cached: float | None = Field(
-        default=None,
-        ge=0,
+        default=None, ge=0,
         description="A million tokens of prompts that the server had in its cache cost this much. null: as much as "
         "other tokens of prompts.",
-    )
+    )  # fmt: skip
 
     def cost(self, num_prompt: int, num_completion: int, num_cached: int = 0) -> float:
         """The cost of prompt tokens, `num_cached` of them cached, and of answer tokens."""
@@ -57,19 +56,17 @@ class EndpointSettings(Strict):
         default=600.0, gt=0, le=604_800, description="A request that takes more seconds is sent again."
     )
     give_up_after_s: float = Field(
-        default=600.0,
-        gt=0,
+        default=600.0, gt=0,
         le=1500,  # a worker that reports nothing for longer counts as hung
         description="The night ends, and can go on later, if the server answers no request for this many seconds.",
-    )
+    )  # fmt: skip
     requests_per_minute: float | None = Field(
         default=None, ge=0.01, description="At most this many requests are sent in a minute. null: no limit."
     )
     tokens_per_minute: float | None = Field(
-        default=None,
-        ge=1,
+        default=None, ge=1,
         description="Prompts plus max_new_tokens of a minute's requests are at most this many tokens. null: no limit.",
-    )
+    )  # fmt: skip
     prediction: bool = Field(
         default=False,
         description="The previous text of an entity is sent as `prediction`, for servers that take predicted outputs "
@@ -86,10 +83,9 @@ class EndpointSettings(Strict):
         "show costs. null: they show none.",
     )
     max_cost: float | None = Field(
-        default=None,
-        gt=0,
+        default=None, gt=0,
         description="A night ends, and can go on later, before its texts cost more than this. null: no limit.",
-    )
+    )  # fmt: skip
 
     @field_validator("url")
     @classmethod

@@ -55,10 +55,9 @@ class DecodingSettings(Strict):
         default=16, ge=1, description="One worker writes this many texts at once. Use 64 to 256 on a GPU."
     )
     max_new_tokens: int = Field(
-        default=512,
-        ge=1,
+        default=512, ge=1,
         description="A text ends after this many tokens at the latest. Raise it if the report shows many cut texts.",
-    )
+    )  # fmt: skip
     thinking: Literal["off", "cut"] = Field(
         default="off",
         description="off: the chat template is asked for an answer without thoughts, if it has a switch for that "
@@ -73,24 +72,20 @@ class DecodingSettings(Strict):
         "fly, and for samples leviathan, specinfer, k_seq, rsd.",
     )
     top_k: int = Field(
-        default=2,
-        ge=1,
+        default=2, ge=1,
         description="The verifiers top_k and relaxed accept a token among this many most probable ones. A higher "
         "number accepts more drafts and moves texts further from plain ones.",
-    )
+    )  # fmt: skip
     min_probability: float = Field(
-        default=0.2,
-        ge=0.0,
-        lt=1.0,
+        default=0.2, ge=0.0, lt=1.0,
         description="The verifiers relaxed and probability accept a token only above this probability. A lower value "
         "accepts more drafts and moves texts further from plain ones.",
-    )
+    )  # fmt: skip
     temperature: float = Field(
-        default=0.0,
-        ge=0.0,
+        default=0.0, ge=0.0,
         description="Texts are sampled at this temperature; at 0 each token is the most likely one. With verifier "
         "greedy, drafts do not change which text is sampled for an entity and a prompt.",
-    )
+    )  # fmt: skip
     guided: Literal["auto", "off"] = Field(
         default="auto",
         description="auto: answers take the form that their template asks for, such as JSON or numbered lines, because "
@@ -106,20 +101,16 @@ class DecodingSettings(Strict):
         default={}, description="The options of drafters that packages add, by drafter, such as {trained: {head: DIR}}."
     )
     max_draft_tokens: int | None = Field(
-        default=None,
-        ge=0,
-        le=64,
+        default=None, ge=0, le=64,
         description="A draft tree has at most this many tokens; 0 decodes plainly. null: the number that is fastest "
         "by the measured cost of a step and the pool's calibration.",
-    )
+    )  # fmt: skip
     min_acceptance: float | None = Field(
-        default=None,
-        ge=0.0,
-        le=1.0,
+        default=None, ge=0.0, le=1.0,
         description="A token is not drafted if the estimated probability that its path is accepted is lower than "
         "this. It does not apply to tokens that a model draws for a verifier of samples (leviathan, specinfer, k_seq, "
         "rsd). null: the value that is fastest, chosen together with max_draft_tokens.",
-    )
+    )  # fmt: skip
     step_cost: Path | None = Field(
         default=None,
         description="This YAML or JSON file holds the measured cost of steps, by which the draft budget is chosen. "
@@ -129,11 +120,10 @@ class DecodingSettings(Strict):
     # "auto": triton on CUDA if it is installed, and torch otherwise or, with a warning, if the kernel fails or differs.
     attention: Literal["auto", "torch", "triton"] = "auto"
     max_cache_tokens: int | None = Field(
-        default=None,
-        ge=1,
+        default=None, ge=1,
         description="The KV cache of a worker holds at most this many tokens; lower it if memory runs short. null: "
         "what fits into half of the free memory on a CPU, into most of it on CUDA.",
-    )
+    )  # fmt: skip
 
     @field_validator("thinking", "guided", mode="before")
     @classmethod

@@ -70,17 +70,12 @@ def commit(
         cache.commit(batch.rows[finite], counts, batch.slot_mapping[is_committed])
     # Lists of Python numbers, because a step of many sequences spends most of its host time in this loop.
     numbers, next_tokens = finite.tolist(), [accepted[i].next_token for i in finite.tolist()]
+    paths = pairwise(accumulate(lengths, initial=0))  # each path's part of the tokens
+    cached, starts = cache.lengths[batch.rows[finite]].tolist(), trees.starts[finite].tolist()
     per_sequence = zip(
-        numbers,
-        pairwise(accumulate(lengths, initial=0)),  # each path's part of the tokens
-        next_tokens,
-        is_end[next_tokens].tolist(),
-        batch.num_committed[finite].tolist(),
-        cache.lengths[batch.rows[finite]].tolist(),
-        trees.starts[finite].tolist(),
-        trees.sizes[finite].tolist(),
-        strict=True,
-    )
+        numbers, paths, next_tokens, is_end[next_tokens].tolist(), batch.num_committed[finite].tolist(), cached, starts,
+        trees.sizes[finite].tolist(), strict=True,
+    )  # fmt: skip
     for i, (start, end), next_token, at_end, num_before, num_cached, first_node, num_nodes in per_sequence:
         sequence = step.sequences[i]
         if num_before < sequence.num_prompt:  # the step computed a part of its prompt

@@ -176,16 +176,11 @@ def ray_cluster(
         try:
             _ensure_token()
             with _marked(workspace), _sigterm_kept():
-                ray.init(
-                    _temp_dir=None if short_folder is None else str(short_folder.path),
-                    address="local",
-                    num_cpus=here.num_cpus,
-                    num_gpus=here.num_gpus,
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                    object_store_memory=100 * 2**20,  # shards travel as files; only names and counts pass through Ray
-                )
+                ray.init(  # shards travel as files; only names and counts pass through Ray's object store
+                    _temp_dir=None if short_folder is None else str(short_folder.path), address="local",
+                    num_cpus=here.num_cpus, num_gpus=here.num_gpus, include_dashboard=False, log_to_driver=False,
+                    logging_level=logging.ERROR, object_store_memory=100 * 2**20,
+                )  # fmt: skip
         except Exception as error:  # Ray has no class for it
             _leave()
             if short_folder is not None:

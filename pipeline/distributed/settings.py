@@ -14,23 +14,21 @@ class ClusterSettings(Strict):
         " runs on this machine. null: the night starts a local Ray.",
     )
     num_workers: int | None = Field(
-        default=None,
-        ge=1,
+        default=None, ge=1,
         description="This many workers write texts; if there are fewer GPUs, several share one. null: two for each GPU "
         "whose free memory holds both, otherwise one; without GPUs about eight on the largest node, at most one per "
         "core, and equally large ones on the others.",
-    )
+    )  # fmt: skip
     start_timeout_s: float = Field(
         default=600.0, gt=0, le=604_800,
         description="Ray has this many seconds to start, and the cluster the same to place the first worker. Raise it"
         " if an autoscaler starts GPU nodes.",
     )  # fmt: skip
     price_per_hour: float | None = Field(
-        default=None,
-        ge=0,
+        default=None, ge=0,
         description="The whole cluster costs this much per hour, in any currency; plans and reports then show the cost "
         "of a night. null: they show no cost.",
-    )
+    )  # fmt: skip
 
 
 def workers_of_node(num_workers: int, num_threads: int) -> int:

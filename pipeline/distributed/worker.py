@@ -142,20 +142,13 @@ class ShardWorker:
     def _generate(
         self, side: Side, rows: dict[str, RenderedRow], budget: Budget | None, decoding: DecodingSettings
     ) -> Iterator[Outcome]:
-        max_new_tokens = decoding.max_new_tokens
         requests = (
             GenerationRequest(
-                key,
-                row.prompt.token_ids,
-                previous_ids=row.previous_ids,
-                group=row.group,
-                max_new_tokens=max_new_tokens,
-                seed=seed_of(side, row.entity_id),
-                grammar=self._grammars[side],
-                messages=row.prompt.messages,
+                key, row.prompt.token_ids, row.previous_ids, row.group, decoding.max_new_tokens,
+                seed_of(side, row.entity_id), self._grammars[side], row.prompt.messages,
             )
             for key, row in longest_first(rows)
-        )
+        )  # fmt: skip
         return self.engine.generate(side, requests, decoding, budget)
 
     def _record(
@@ -169,30 +162,16 @@ class ShardWorker:
         token_ids, sources = result.written
         repairs.update(parsed.repairs)
         return {
-            "entity_id": row.entity_id,
-            "side": side,
-            "framework": template.framework,
-            "template": template.identity,
-            "text": text,
-            "token_ids": token_ids,
-            "token_sources": sources,
+            "entity_id": row.entity_id, "side": side, "framework": template.framework, "template": template.identity,
+            "text": text, "token_ids": token_ids, "token_sources": sources, "num_tokens": len(token_ids),
             "fields_json": json.dumps(parsed.fields, ensure_ascii=False, sort_keys=True),
-            "fingerprint": row.fingerprint,
-            "run_id": self.spec.run_id,
-            "model_id": self.engine.model.id,
-            "pool_version": self.spec.pool_version if side in self.spec.pool_dirs else None,
-            "pool_group": row.group,
-            "decoding_json": json.dumps(provenance, sort_keys=True),
-            "num_prompt_tokens": len(prompt.token_ids),
-            "num_history": prompt.num_history,
-            "num_history_dropped": prompt.num_history_dropped,
-            "num_tokens": len(token_ids),
-            "num_steps": result.num_steps,
-            "num_drafted": result.num_drafted,
-            "num_accepted": result.num_accepted,
-            "finish_reason": result.finish_reason,
-            "is_stale": False,
-        }
+            "fingerprint": row.fingerprint, "run_id": self.spec.run_id, "model_id": self.engine.model.id,
+            "pool_version": self.spec.pool_version if side in self.spec.pool_dirs else None, "pool_group": row.group,
+            "decoding_json": json.dumps(provenance, sort_keys=True), "num_prompt_tokens": len(prompt.token_ids),
+            "num_history": prompt.num_history, "num_history_dropped": prompt.num_history_dropped,
+            "num_steps": result.num_steps, "num_drafted": result.num_drafted, "num_accepted": result.num_accepted,
+            "finish_reason": result.finish_reason, "is_stale": False,
+        }  # fmt: skip
 
 
 def longest_first(rows: dict[str, RenderedRow]) -> list[tuple[str, RenderedRow]]:

@@ -107,13 +107,9 @@ class OwnEngine(TextEngine):
     def warm_up(self, sides: Iterable[Side]) -> None:
         for side in sides:
             text = texts_of(self.engine, self._pools.get(side))[0]
+            prompt_ids = text[: min(WARM_UP_PROMPT_TOKENS, len(text) // 2)]  # the rest may be drafted
             requests = (
-                GenerationRequest(
-                    request_id=str(number),
-                    prompt_ids=text[: min(WARM_UP_PROMPT_TOKENS, len(text) // 2)],  # the rest may be drafted
-                    previous_ids=text,
-                    max_new_tokens=WARM_UP_NEW_TOKENS,
-                )
+                GenerationRequest(str(number), prompt_ids, text, max_new_tokens=WARM_UP_NEW_TOKENS)
                 for number in range(self._decoding.batch_size)
             )
             for _ in self.generate(side, requests, self._decoding):

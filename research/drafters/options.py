@@ -22,18 +22,14 @@ class TrainedOptions(Strict):
         default=None, description="The head in this folder drafts; `laserbatch drafter train` trains one for the model."
     )
     width: int = Field(
-        default=1,
-        ge=1,
-        le=MAX_TREE,
+        default=1, ge=1, le=MAX_TREE,
         description="Each model or head drafts this many alternative tokens at each depth. "
         "Width times length is at most max_draft_tokens.",
-    )
+    )  # fmt: skip
     length: int = Field(
-        default=5,
-        ge=1,
-        le=MAX_TREE,
+        default=5, ge=1, le=MAX_TREE,
         description="Each model or head drafts this many tokens ahead; each costs one forward pass of the draft model.",
-    )
+    )  # fmt: skip
 
     @property
     def num_models(self) -> int:

@@ -32,11 +32,10 @@ class RecommendingSettings(Strict):
         "they never do, and a user who had nearly all items gets a shorter list.",
     )
     num_drafted: int | None = Field(
-        default=None,
-        ge=0,
+        default=None, ge=0,
         description="This many paths, or listed items, are drafted for a user. null: the fastest number, measured each "
         "night.",
-    )
+    )  # fmt: skip
     batch_size: int = Field(default=32, ge=1, description="One worker makes the lists of this many users at once.")
     keep_runs: int = Field(
         default=7, ge=1, description="This many of the newest runs of lists are kept besides the published one."

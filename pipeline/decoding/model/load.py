@@ -142,21 +142,14 @@ def prepare_model(model, tokenizer=None, model_id: str = "unnamed") -> LoadedMod
     bytes_per_token = check_equivalence(model, device, vocab_size)
     generation = getattr(model, "generation_config", None)
     config = model.config.get_text_config()
+    rules = generation.to_dict() if generation else {}
     return LoadedModel(
-        model=model,
-        tokenizer=tokenizer,
-        device=device,
-        model_id=model_id,
-        end_ids=end_tokens(generation, config, tokenizer, vocab_size),
-        vocab_size=vocab_size,
-        max_context=int(getattr(config, "max_position_embeddings", None) or 1 << 20),
-        bytes_per_token=bytes_per_token,
+        model, tokenizer, device, model_id, end_tokens(generation, config, tokenizer, vocab_size), vocab_size,
+        max_context=int(getattr(config, "max_position_embeddings", None) or 1 << 20), bytes_per_token=bytes_per_token,
         num_parameters=files.num_parameters_of(model.config) if quantization else num_parameters,
         quantization=quantization,
-        repetition_penalty=files.repetition_penalty_of(
-            generation.to_dict() if generation else {}, "the model's generation_config"
-        ),
-    )
+        repetition_penalty=files.repetition_penalty_of(rules, "the model's generation_config"),
+    )  # fmt: skip
 
 
 def require_room(
