@@ -206,13 +206,10 @@ class EndpointEngine(TextEngine):
         token_ids, end_id = self._tokens(choice)
         has_ended = choice["finish_reason"] == "stop"
         return GenerationResult(  # a server reports no steps
-            request_id=request.request_id,
-            token_ids=np.array(token_ids, np.int32),
-            sources=np.full(len(token_ids), SOURCE_TARGET, np.uint8),
+            request.request_id, np.array(token_ids, np.int32), np.full(len(token_ids), SOURCE_TARGET, np.uint8),
             text=cast("str", self.tokenizer.decode(token_ids, skip_special_tokens=True)),
-            finish_reason="end_of_text" if has_ended else "length",
-            end_id=end_id if has_ended else None,
-        )
+            finish_reason="end_of_text" if has_ended else "length", end_id=end_id if has_ended else None,
+        )  # fmt: skip
 
     def _choice(self, choices: Any) -> dict[str, Any]:
         """The only choice of an answer, with its `text`, whichever API wrote it. Raises RowError."""

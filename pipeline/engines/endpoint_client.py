@@ -48,11 +48,9 @@ class EndpointClient:
     def __init__(self, settings: EndpointSettings, spending: Spending, sends_again: bool = True) -> None:
         self._settings, self._spending, self._key = settings, spending, settings.key()
         self._sends_again = sends_again
+        # `post` sends again.
         self._client = openai.AsyncOpenAI(
-            base_url=settings.url,
-            api_key=self._key or "none",
-            timeout=settings.timeout_s,
-            max_retries=0,  # `post` sends again
+            base_url=settings.url, api_key=self._key or "none", timeout=settings.timeout_s, max_retries=0
         )
         self._options: Any = {} if self._key else {"headers": {"Authorization": openai.Omit()}}
         self._free_at_s = 0.0  # when the next request may be sent

@@ -55,13 +55,10 @@ def train(
     drafters = ", ".join((*TEXT_SOURCES, "trained"))
     use = f"drafters: [{drafters}], drafter_options: {{trained: {{{named}}}}}"
     result: dict[str, Any] = {
-        "folder": str(out),
-        "num_texts": card.num_texts,
-        "num_held_back": card.num_held_back,
-        "training_seconds": card.training_seconds,
-        "right_by_depth": [round(share, 3) for share in card.acceptance],
+        "folder": str(out), "num_texts": card.num_texts, "num_held_back": card.num_held_back,
+        "training_seconds": card.training_seconds, "right_by_depth": [round(share, 3) for share in card.acceptance],
         "tokens_per_step_alone": card.tokens_per_step,
-    }
+    }  # fmt: skip
     summary(result, as_json)
     if not as_json:
         say(f"to draft with it, set `decoding: {{{use}}}`; the pool's drafts are then used too")

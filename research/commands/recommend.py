@@ -34,20 +34,14 @@ def recommend(
     manifest = recommend(settings, parse_night(date, force), force)
     figures, folder = manifest.generation.sides["user"], manifest.path.parent
     names = ("entities", "generated", "carried_over", "quarantined")
-    stats = figures.stats
-    summary(
-        {
-            "run_id": manifest.run_id,
-            "users": {name: getattr(figures, f"num_{name}") for name in names},
-            "without_a_history": figures.routes.get("popular", 0),
-            "shorter_lists": int(manifest.judgement.extension_figures["num_shorter"]),
-            "forwards_saved": stats.num_accepted,
-            "seconds": stats.wall_s,
-            "lists": str(folder / "lists.parquet"),
-            "report": str(folder / "report.html"),
-        },
-        as_json,
-    )
+    result = {
+        "run_id": manifest.run_id, "users": {name: getattr(figures, f"num_{name}") for name in names},
+        "without_a_history": figures.routes.get("popular", 0),
+        "shorter_lists": int(manifest.judgement.extension_figures["num_shorter"]),
+        "forwards_saved": figures.stats.num_accepted, "seconds": figures.stats.wall_s,
+        "lists": str(folder / "lists.parquet"), "report": str(folder / "report.html"),
+    }  # fmt: skip
+    summary(result, as_json)
 
 
 @app.command()

@@ -114,11 +114,8 @@ class CodeTrees:
         mask.masked_fill_(torch.from_numpy(~seen).to(device), torch.finfo(dtype).min)
         self.num_forwards += 1
         self.num_tokens += sum(map(len, new)) + (int(self._is_prompt.sum()) if is_first else 0)
+        input_ids, position_ids = torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device)
         return self._model(
-            input_ids=torch.from_numpy(tokens).to(device),
-            attention_mask=mask[:, None],
-            position_ids=torch.from_numpy(positions).to(device),
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=num_new + int(is_first),
-        ).logits
+            input_ids=input_ids, attention_mask=mask[:, None], position_ids=position_ids, use_cache=True,
+            past_key_values=self._cache, logits_to_keep=num_new + int(is_first),
+        ).logits  # fmt: skip

@@ -95,16 +95,13 @@ def flat_lists(run: RunFolder, schema: pa.Schema) -> pa.RecordBatchReader:
 def lists_table(
     rows: Sequence[tuple[ListRow, BeamResult]], item_ids: pa.Array, schema: pa.Schema, run_id: str, model_id: str
 ) -> pa.Table:
-    listed = [item_ids.take(pa.array(result.rows)).to_pylist() for _, result in rows]
+    last_items = item_ids.take(pa.array([row.history[-1] for row, _ in rows], pa.int64()))
     columns = {
         "entity_id": [row.user_id for row, _ in rows],
-        "items": listed,
+        "items": [item_ids.take(pa.array(result.rows)).to_pylist() for _, result in rows],
         "scores": [result.scores.tolist() for _, result in rows],
-        "route": ["history"] * len(rows),
-        "last_item": item_ids.take(pa.array([row.history[-1] for row, _ in rows], pa.int64())).to_pylist(),
+        "route": ["history"] * len(rows), "last_item": last_items.to_pylist(),
         "fingerprint": [row.fingerprint for row, _ in rows],
-        "run_id": [run_id] * len(rows),
-        "model_id": [model_id] * len(rows),
-        "is_stale": [False] * len(rows),
-    }
+        "run_id": [run_id] * len(rows), "model_id": [model_id] * len(rows), "is_stale": [False] * len(rows),
+    }  # fmt: skip
     return pa.table(columns, schema=schema)

@@ -33,13 +33,10 @@ def write_lists_report(manifest: RunManifest, path: Path) -> None:
     rows = [{"Reason": reason, "Users": count(number)} for reason, number in figures.quarantine_reasons.items()]
     failed = Table("Users in quarantine", rows, ("Reason",)) if rows else Note("Nobody is in quarantine.")
     samples = [
-        {
-            "User": str(sample.entity_id),
-            "Last of the history": ", ".join(sample.prompt.splitlines()[-NUM_LAST:]),
-            "List, the best first": sample.text,
-        }
+        {"User": str(sample.entity_id), "Last of the history": ", ".join(sample.prompt.splitlines()[-NUM_LAST:]),
+         "List, the best first": sample.text}
         for sample in figures.samples
-    ]
+    ]  # fmt: skip
     words = ("User", "Last of the history", "List, the best first")
     shown = Table("Lists", samples, words) if samples else Note("No user with a history is listed.")
     done = [Note(quality_of(manifest)), Note(drafts_of(figures)), failed]
