@@ -59,11 +59,8 @@ def verify(
         verdicts = judge_rows(verifier, rows, starts, nothing, nothing, nothing)
         choices, is_finite = verdicts.choices, verdicts.is_finite
         if guided_rows is not None:
-            guided_choices = zip(guides, choices.tolist(), is_finite.tolist(), strict=True)
-            is_left = [
-                guide is not None and finite and not guide.num_allowed([choice])
-                for guide, choice, finite in guided_choices
-            ]
+            judged = zip(guides, choices.tolist(), is_finite.tolist(), strict=True)
+            is_left = [guide is not None and sound and not guide.num_allowed([token]) for guide, token, sound in judged]
             if len(left := np.flatnonzero(is_left)):
                 again = judge_rows(verifier, guided_rows, starts[left], nothing, nothing, nothing)
                 choices[left], is_finite[left] = again.choices, again.is_finite

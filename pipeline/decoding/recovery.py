@@ -11,7 +11,6 @@ import torch
 from laserbatch.pipeline.decoding.acceptance import Acceptance
 from laserbatch.pipeline.decoding.device_memory import DeviceLost, is_device_lost, is_out_of_memory
 from laserbatch.pipeline.decoding.kv_cache import KVCache
-from laserbatch.pipeline.decoding.scheduler import Scheduler
 from laserbatch.pipeline.decoding.sequence import DecodingSequence, GenerationFailure
 from laserbatch.pipeline.decoding.step import Step, Stream
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
@@ -33,7 +32,14 @@ def recover(engine, step: Step, stream: Stream, error: Exception) -> Outcomes:
         is_alone = len(scheduler.live) == 1
         if not is_alone:
             scheduler.preempt(len(scheduler.live) // 2)
-        _give_memory_back(engine, step, scheduler, error)
+        # The activations of the forward that failed, graphs, and what the cache holds beyond live sequences are freed.
+        step.output = None
+        traceback.clear_frames(error.__traceback__)
+        if engine.runner.buffered is not None:
+            engine.runner.buffered.drop_graphs()
+        engine.cache.shrink(scheduler.max_tokens_of_a_text())
+        engine.num_forwards += 1  # a step that another stream submitted runs again, since its slots were moved
+        torch.cuda.empty_cache()
         if not is_alone:
             return {}
     message = "a step of %d sequences failed (%s); each sequence is tried alone"
@@ -90,17 +96,6 @@ def require_device(error: Exception) -> None:
         raise error
     if is_device_lost(error):
         raise DeviceLost(f"this process cannot use its CUDA device any more: {first_line(error)}") from error
-
-
-def _give_memory_back(engine, step: Step, scheduler: Scheduler, error: Exception) -> None:
-    """Free the activations of the forward that failed, graphs, and what the KV cache holds beyond live sequences."""
-    step.output = None
-    traceback.clear_frames(error.__traceback__)
-    if engine.runner.buffered is not None:
-        engine.runner.buffered.drop_graphs()
-    engine.cache.shrink(scheduler.max_tokens_of_a_text())
-    engine.num_forwards += 1  # a step that another stream submitted runs again, since its slots were moved
-    torch.cuda.empty_cache()
 
 
 def _failed(sequence: DecodingSequence, reason: str) -> Outcomes:

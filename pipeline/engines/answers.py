@@ -107,12 +107,12 @@ class Answers:
 
     def _tokens(self, ids: np.ndarray, num_chars: int, bisect: Callable[..., int]) -> int:
         """The number of tokens up to `num_chars`: the fewest that reach it (left), or the most within it (right)."""
-        num = bisect(range(len(ids) + 1), num_chars, key=lambda num: self._length(ids[:num]))
-        return num if bisect is bisect_left else num - 1
 
-    def _length(self, ids: np.ndarray) -> int:
-        """The number of characters of some tokens, without an incomplete last one."""
-        return len(self._decoded(ids).rstrip("\ufffd"))
+        def length(num: int) -> int:
+            return len(self._decoded(ids[:num]).rstrip("\ufffd"))  # without an incomplete last character
+
+        num = bisect(range(len(ids) + 1), num_chars, key=length)
+        return num if bisect is bisect_left else num - 1
 
 
 def unclosed_thoughts(result: GenerationResult) -> str:

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from sklearn.isotonic import IsotonicRegression
 from torch import nn
 
 from laserbatch.research.drafter_training.texts import Batch, Target, TrainingText, batches_of
 from laserbatch.research.drafters.trained import CONFIDENCES, WEIGHTS_NAME, DrafterCard
+from laserbatch.research.learning import save_whole
 
 DEPTHS = 5
 BATCH_SIZE = 8
@@ -24,8 +24,7 @@ class Method:
 
     def save(self, folder: Path, model_dir: Path) -> None:
         """Write the weights as `drafters/trained.py` reads them; `model_dir` is the folder of the target."""
-        weights = {name: each.detach().cpu().contiguous() for name, each in self.module.state_dict().items()}
-        save_file(weights, folder / WEIGHTS_NAME)
+        save_whole(self.module.state_dict(), folder / WEIGHTS_NAME, {})
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """The loss of a batch, a scalar."""

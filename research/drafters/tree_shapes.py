@@ -38,7 +38,10 @@ class Beams:
                 break
             log_q = models[0].log_q(trees.batch(), tree_of, places)
             if temperature:
-                log_q = torch.log_softmax(log_q / temperature + self._noise(sequences, tree_of, depth, log_q), -1)
+                of_trees = [(sequences[t].request.seed, len(sequences[t].context) + depth) for t in tree_of.tolist()]
+                seeds, positions = to_device(np.array(of_trees), log_q.device).T.contiguous()
+                noise = gumbel_noise(seeds, positions, log_q.shape[-1])
+                log_q = torch.log_softmax(log_q / temperature + noise, -1)
             values, tokens = on_host(*log_q.topk(min(self.width, log_q.shape[-1]), -1))
             scores = path[:, None] + models[0].log_acceptance(depth, values)
             chosen = best_of_trees(tree_of, scores, self.width)
@@ -47,12 +50,6 @@ class Beams:
             tree_of, above = tree_of[parents], places[parents]
             places = trees.add(tree_of, above, new, path)
         return trees.batch()
-
-    @staticmethod
-    def _noise(sequences: list[DecodingSequence], tree_of: np.ndarray, depth: int, log_q: torch.Tensor) -> torch.Tensor:
-        pairs = [(sequences[tree].request.seed, len(sequences[tree].context) + depth) for tree in tree_of.tolist()]
-        seeds, positions = to_device(np.array(pairs), log_q.device).T.contiguous()
-        return gumbel_noise(seeds, positions, log_q.shape[-1])
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.read import read_tables
 from laserbatch.research.recommending.card import CODES_NAME, RecommenderCard, codes_of_recommender
-from laserbatch.research.recommending.codes import ItemCodes, made_codes, read_codes
+from laserbatch.research.recommending.codes import made_codes, read_codes
 from laserbatch.research.recommending.listed import known_histories
 from laserbatch.research.recommending.lists import write_catalogue
 from laserbatch.research.recommending.models import load_recommender
@@ -36,7 +36,10 @@ def train_on_tables(
     elif codes_file is not None:
         codes = read_codes(codes_file)
     else:
-        codes = _codes_of_vectors(settings)
+        run = Workspace.open(settings.workspace, create=False).chosen_run(None)
+        table = read_parquet(run.features_path("item"), ["item_id", "vector"])
+        say(f"codes are made from the {table.num_rows} item vectors of run {run.run_id}")
+        codes = made_codes(table["item_id"].combine_chunks(), vectors_of(table), settings.seed)
     item_ids, histories = tables.items["item_id"].combine_chunks(), known_histories(tables, codes)
     if num_unknown := len(item_ids) - len(codes.of_catalogue(item_ids)):
         unless = "not listed, unless the published run of texts has vectors of them"
@@ -54,10 +57,3 @@ def train_on_tables(
             card = train_draft(loss, target, codes, histories, out, options, on_progress)
     write_catalogue(codes, out / CODES_NAME)
     return card
-
-
-def _codes_of_vectors(settings: Settings) -> ItemCodes:
-    run = Workspace.open(settings.workspace, create=False).chosen_run(None)
-    table = read_parquet(run.features_path("item"), ["item_id", "vector"])
-    say(f"codes are made from the {table.num_rows} item vectors of run {run.run_id}")
-    return made_codes(table["item_id"].combine_chunks(), vectors_of(table), settings.seed)
