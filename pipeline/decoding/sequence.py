@@ -113,16 +113,12 @@ class DecodingSequence:
         self._read_only = self._tokens.view()  # a drafter of another package cannot change a text
         self._read_only.flags.writeable = False
         self._sources = np.empty(max_new_tokens, np.uint8)
-        self._length = self.num_prompt
-
-    @property
-    def length(self) -> int:
-        return self._length
+        self.length = self.num_prompt
 
     @property
     def context(self) -> np.ndarray:
         """Read-only int32 view: prompt, then output so far."""
-        return self._read_only[: self._length]
+        return self._read_only[: self.length]
 
     @property
     def prompt_ids(self) -> np.ndarray:
@@ -130,21 +126,21 @@ class DecodingSequence:
 
     @property
     def output_ids(self) -> np.ndarray:
-        return self._read_only[self.num_prompt : self._length]
+        return self._read_only[self.num_prompt : self.length]
 
     @property
     def sources(self) -> np.ndarray:
         """uint8 view: where each output token came from."""
-        return self._sources[: self._length - self.num_prompt]
+        return self._sources[: self.length - self.num_prompt]
 
     @property
     def num_output(self) -> int:
-        return self._length - self.num_prompt
+        return self.length - self.num_prompt
 
     @property
     def num_left(self) -> int:
         """Tokens that may still be written."""
-        return self.max_new_tokens - (self._length - self.num_prompt)
+        return self.max_new_tokens - (self.length - self.num_prompt)
 
     def append(
         self, token_ids: np.ndarray, sources: np.ndarray, next_token: int | None, drafted: np.ndarray = _NOTHING
@@ -157,15 +153,15 @@ class DecodingSequence:
             self._drafted.append(drafted)
             self.num_drafted += len(drafted)
             self.num_accepted += len(token_ids)
-        end = self._length + len(token_ids)
+        end = self.length + len(token_ids)
         if len(token_ids):
-            self._tokens[self._length : end] = token_ids
-            self._sources[self._length - self.num_prompt : end - self.num_prompt] = sources
+            self._tokens[self.length : end] = token_ids
+            self._sources[self.length - self.num_prompt : end - self.num_prompt] = sources
         if next_token is not None:
             self._tokens[end] = next_token
             self._sources[end - self.num_prompt] = SOURCE_TARGET
             end += 1
-        self._length = end
+        self.length = end
         self.num_steps += 1
 
     def append_forced(self, token_ids: list[int]) -> None:

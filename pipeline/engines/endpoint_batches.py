@@ -36,14 +36,12 @@ class EndpointBatches:
 
         Raises RunFailed: the provider refuses a batch as a whole.
         """
-        lines = {
-            request_id: json.dumps(
-                {"custom_id": request_id, "method": "POST", "url": self._path, "body": body}
-            ).encode()
+        lines = [
+            json.dumps({"custom_id": request_id, "method": "POST", "url": self._path, "body": body}).encode()
             for request_id, body in bodies.items()
-        }
+        ]
         answers_by_id: dict[str, dict[str, Any] | RowError] = {}
-        for answers in await asyncio.gather(*(self._answers_of(part) for part in _parts(list(lines.values())))):
+        for answers in await asyncio.gather(*(self._answers_of(part) for part in _parts(lines))):
             answers_by_id |= answers
         nothing = RowError("no-answer: the batch ended without an answer to this request")
         return {request_id: answers_by_id.get(request_id, nothing) for request_id in bodies}

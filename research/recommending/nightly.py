@@ -188,15 +188,14 @@ def _plan(run: RunFolder, manifest: RunManifest, lists: Lists, previous: pa.Tabl
             most = round(max(TRIED_SHARES) * options.num_items)
         most = 0 if options.draft_model is not None else most  # a draft model needs no listed items
         chosen = user_ids.take(pa.array(users))
-        rows = pa.table(
-            {
-                "entity_id": chosen,
-                "history": pa.array([lists.histories[user] for user in users.tolist()], pa.list_(pa.int32())),
-                "drafts": listed_drafts(previous, chosen, last, lists.catalogue, most),
-                "fingerprint": lists.fingerprints.take(pa.array(users)),
-                "group": lists.catalogue.item_ids.take(pa.array(last)).cast(pa.string()),  # by last item
-            }
-        )
+        planned = {
+            "entity_id": chosen,
+            "history": pa.array([lists.histories[user] for user in users.tolist()], pa.list_(pa.int32())),
+            "drafts": listed_drafts(previous, chosen, last, lists.catalogue, most),
+            "fingerprint": lists.fingerprints.take(pa.array(users)),
+            "group": lists.catalogue.item_ids.take(pa.array(last)).cast(pa.string()),  # by last item
+        }
+        rows = pa.table(planned)
         num_batches = np.clip(rows.num_rows // (SHARDS * options.batch_size), SHARD_BATCHES, MAX_BATCHES)
         size = int(num_batches) * options.batch_size
         parts = [rows.slice(start, size) for start in range(0, rows.num_rows, size)]

@@ -59,18 +59,11 @@ class StepBuffers:
 
     def __init__(self, num_tokens: int, num_sequences: int, num_slots: int, device: torch.device) -> None:
         # Slots last, so that only those in use are copied.
-        sizes = {
-            "token_ids": (np.int64, num_tokens),
-            "positions": (np.int64, num_tokens),
-            "slot_mapping": (np.int64, num_tokens),
-            "ancestors": (np.int64, num_tokens),
-            "metadata_positions": (np.int32, num_tokens),
-            "cu_seqlens_k": (np.int32, num_sequences + 1),
-            "cu_seqlens_q": (np.int32, num_sequences + 1),
-            "num_committed": (np.int32, num_sequences),
-            "num_chain": (np.int32, num_sequences),
-            "slots": (np.int32, num_slots),
-        }
+        sizes = dict.fromkeys(("token_ids", "positions", "slot_mapping", "ancestors"), (np.int64, num_tokens))
+        sizes |= {"metadata_positions": (np.int32, num_tokens)}
+        sizes |= dict.fromkeys(("cu_seqlens_k", "cu_seqlens_q"), (np.int32, num_sequences + 1))
+        sizes |= dict.fromkeys(("num_committed", "num_chain"), (np.int32, num_sequences))
+        sizes |= {"slots": (np.int32, num_slots)}
         places, end = {}, 0
         for name, (dtype, count) in sizes.items():
             start = -(-end // ALIGNMENT) * ALIGNMENT

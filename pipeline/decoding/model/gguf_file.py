@@ -106,13 +106,11 @@ def read_facts(path: Path) -> GgufFacts:
     require_sizes({name: field.contents() for name, field in reader.fields.items() if len(field.data) == 1}, path)
     tokens = reader.fields.get("tokenizer.ggml.tokens")
     return GgufFacts(
-        architecture=str(_value(reader, "general.architecture")),
-        types=Counter(tensor.tensor_type.name for tensor in reader.tensors),
+        str(_value(reader, "general.architecture")), Counter(tensor.tensor_type.name for tensor in reader.tensors),
         num_values=sum(int(tensor.n_elements) for tensor in reader.tensors),
         num_tokens=0 if tokens is None else len(tokens.data),
-        split=_value(reader, "tokenizer.ggml.pre"),
-        chat_template=_value(reader, "tokenizer.chat_template"),
-    )
+        split=_value(reader, "tokenizer.ggml.pre"), chat_template=_value(reader, "tokenizer.chat_template"),
+    )  # fmt: skip
 
 
 def _value(reader: "GGUFReader", name: str) -> Any:
