@@ -157,9 +157,6 @@ def _resumed(
     with torch.no_grad():
         for name, parameter in learned.items():
             parameter.copy_(tensors[f"value.{name}"])
-            optimizer.state[parameter] = {
-                "step": tensors[f"step.{name}"],
-                "exp_avg": tensors[f"exp_avg.{name}"].to(parameter.device),
-                "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(parameter.device),
-            }
+            moments = {key: tensors[f"{key}.{name}"].to(parameter.device) for key in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": tensors[f"step.{name}"]} | moments
     return facts["step"], facts["seconds"]

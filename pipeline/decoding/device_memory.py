@@ -106,9 +106,8 @@ def host_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys
     limit = _numbers(cgroup / "memory.max").get("", total)
     if limit < total:
         held = _numbers(cgroup / "memory.stat")
-        used = (
-            _numbers(cgroup / "memory.current").get("", 0) - held.get("active_file", 0) - held.get("inactive_file", 0)
-        )
+        used = _numbers(cgroup / "memory.current").get("", 0)
+        used -= held.get("active_file", 0) + held.get("inactive_file", 0)
         total, free = limit, min(free, limit - max(0, used))
     return Memory("cpu", free, total)
 

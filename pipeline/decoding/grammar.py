@@ -300,7 +300,6 @@ class _Closing:
 
 
 def _first(mask: np.ndarray) -> int:
-    """The first token of a mask, uint32[n]."""
     place = int(np.argmax(mask != 0))
     bits = int(mask[place])
     return 32 * place + (bits & -bits).bit_length() - 1

@@ -202,7 +202,6 @@ class Scheduler:
         return gain >= 0 and gain >= self._cache.longest_prefix(token_ids)[0]
 
     def _why_refused(self, sequence: DecodingSequence) -> str | None:
-        """The reason why a sequence can never be written; None if it can."""
         request, limits = sequence.request, self._limits
         prompt = np.asarray(request.prompt_ids)
         if len(prompt) == 0:

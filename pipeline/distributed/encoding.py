@@ -90,7 +90,6 @@ class ClusterEncoder:
     def _results(
         self, function: FunctionType, arguments: Iterable[tuple[Any, ...]], num_gpus: int = 0
     ) -> Iterator[tuple[int, Any]]:
-        """Yield the number of each task and its result, in any order."""
         layout, waiting = self._start(), enumerate(arguments)
         # `max_calls` keeps a task's process alive on a GPU too, and with it the loaded encoder.
         task = ray.remote(num_cpus=layout.num_threads, num_gpus=num_gpus, max_calls=0)(run_task)

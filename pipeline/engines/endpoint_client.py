@@ -227,7 +227,6 @@ class EndpointClient:
         return sent_s < self._gone_s
 
     async def _is_there(self) -> bool:
-        """Whether the server answers, and not with a server error."""
         try:
             await self._client.get("/models", cast_to=bytes, options=self._options | {"timeout": LIST_TIMEOUT_S})
         except openai.APIStatusError as error:
@@ -237,7 +236,6 @@ class EndpointClient:
         return True
 
     async def _wait_for_turn(self, num_tokens: int) -> None:
-        """Wait until the limits per minute have room for a request."""
         limits = self._settings
         now_s = time.monotonic()
         turn_s = max(self._free_at_s, now_s)

@@ -70,7 +70,6 @@ class CachedModel(DraftModel):
         self._feeds: list[Feed] = []  # the last token of each sequence
 
     def _has_row(self, sequence: DecodingSequence, token_ids: np.ndarray, num_expected: int) -> bool:
-        """Whether the sequence has a row or can get one (`KVCache.acquire`)."""
         if sequence not in self._rows:
             lease = self._cache.acquire(token_ids, num_expected)
             if lease is None:

@@ -31,11 +31,8 @@ class Ranking(Strict):
         places = [np.flatnonzero(rows[:10] == answer) for rows, answer in zip(lists, answers, strict=True)]
         ranks = [int(place[0]) + 1 for place in places if len(place)]
         count = max(1, len(lists))
-        return cls(
-            num_histories=len(lists),
-            recall_10=len(ranks) / count,
-            ndcg_10=float(sum(1 / np.log2(1 + rank) for rank in ranks) / count),
-        )
+        ndcg = float(sum(1 / np.log2(1 + rank) for rank in ranks) / count)
+        return cls(num_histories=len(lists), recall_10=len(ranks) / count, ndcg_10=ndcg)
 
 
 class RecommenderCard(Strict):

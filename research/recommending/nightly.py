@@ -126,7 +126,6 @@ def _opened(
 
 
 def _write(workspace: Workspace, run: RunFolder, manifest: RunManifest, lists: Lists) -> None:
-    """Make the missing lists, check that every user has one, and finish the run."""
     previous, schema = lists.schema.empty_table(), lists.schema
     if manifest.origin.previous_run_id is not None:
         batches = list(workspace.run(manifest.origin.previous_run_id).iter_knowledge("user", schema.names))

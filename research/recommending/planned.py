@@ -78,7 +78,6 @@ def without_had(lists: pa.Table, user_ids: pa.Array, histories: Sequence[np.ndar
 
 
 def _has_gone(previous: pa.Table, catalogue: ItemCodes) -> np.ndarray:
-    """Whether an item of each earlier list has left the catalogue."""
     lists = previous["items"].combine_chunks()
     is_gone = pc.invert(pc.is_in(lists.flatten(), value_set=catalogue.item_ids)).to_numpy(zero_copy_only=False)
     ends = np.cumsum(pc.list_value_length(lists).to_numpy())

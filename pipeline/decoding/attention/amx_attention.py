@@ -126,9 +126,8 @@ def _scores_by_tiles(query, head, keys, values, places, scores):
         for d in range(head_dim):
             rows[row * head_dim + d] = vector[d]
     columns, half = _aligned(2 * LANES * head_dim), LANES * head_dim
-    turned = columns[: 2 * LANES * head_dim].reshape(
-        head_dim, 2 * LANES
-    )  # upper half: the first LANES keys; lower half: the next ones
+    # Upper half: the first LANES keys; lower half: the next ones.
+    turned = columns[: 2 * LANES * head_dim].reshape(head_dim, 2 * LANES)
     configure_tiles(CONFIGURATION)
     for key in range(0, width, 2 * LANES):
         for first in range(key, key + 2 * LANES, LANES):

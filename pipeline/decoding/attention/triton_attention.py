@@ -59,20 +59,13 @@ def triton_attention(
         *(metadata.ancestors, metadata.positions, num_sequences, num_heads, shape.num_parts, shape.part_keys),
         *(*query.stride()[:2], keys.stride(1), keys.stride(0), values.stride(1), values.stride(0)),
         *(scale, softcap or 0.0, window or 0),
-        SEQUENCES_BLOCK=sequences_block(num_sequences),
-        IS_CUT=shape.num_parts > 1,
-        FOLDED=num_folded,
-        HEAD_DIM=head_dim,
-        HEAD_BLOCK=_block(head_dim),
-        BLOCK_ROWS=num_rows,
-        BLOCK_KEYS=block_keys(head_dim, query.dtype, blocks),
-        HAS_WINDOW=window is not None,
+        SEQUENCES_BLOCK=sequences_block(num_sequences), IS_CUT=shape.num_parts > 1, FOLDED=num_folded,
+        HEAD_DIM=head_dim, HEAD_BLOCK=_block(head_dim), BLOCK_ROWS=num_rows,
+        BLOCK_KEYS=block_keys(head_dim, query.dtype, blocks), HAS_WINDOW=window is not None,
         HAS_SOFTCAP=softcap is not None,
         IN_FLOAT32=INTERPRETED and query.dtype == torch.bfloat16,  # the interpreter cannot multiply bfloat16
-        num_warps=blocks.num_warps,
-        num_stages=blocks.num_stages,
-        **whole,
-    )
+        num_warps=blocks.num_warps, num_stages=blocks.num_stages, **whole,
+    )  # fmt: skip
     if shape.num_parts > 1:
         heads = max(1, COMBINED_RESULTS // shape.num_parts)
         combine[(num_tokens, triton.cdiv(num_heads, heads))](

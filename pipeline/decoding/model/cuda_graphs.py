@@ -269,7 +269,6 @@ class BufferedForward:
         return bucket.hidden
 
     def _forward(self, buffers: StepBuffers, shape: LaunchShape) -> torch.Tensor:
-        """Hidden states of the tokens in filled buffers."""
         attention = CheckedKernel(self._make_kernel(), buffers.metadata, shape, buffers.eager, self._checked)
         plan = self.last_plan = StepPlan(self._cache, buffers.slot_mapping, attention)
         if self._layers is not None:
