@@ -7,7 +7,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +213,7 @@ class WorkerPool:
 
     def step_cost(self) -> StepCost:
         """The step cost that the first ready worker finds cached, otherwise a measured one."""
-        cached = self.call_one("measured", "engine.cached_step_cost")
+        cached = self.call_one("cached_step_cost")
         return self._measured_step_cost() if cached is None else cached
 
     def _measured_step_cost(self) -> StepCost:
@@ -229,9 +228,8 @@ class WorkerPool:
         while not self.idle or (self._calls and ray.wait(list(self._calls), timeout=0)[0]):
             self.next_answer()
         for other in self.idle[1:] if self.layout.device == "cpu" else ():
-            # If one of them is lost, its next shard shows it.
-            other.call("measured", "engine.measured_step_cost", False)
-        return self.call_one("measured", "engine.measured_step_cost", True)
+            other.call("measured_step_cost", False)  # if one of them is lost, its next shard shows it
+        return self.call_one("measured_step_cost", True)
 
     def call_one(self, method: str, *arguments) -> Any:
         """The answer of an idle worker, or of the first to become idle; if it is lost, that of another worker."""
@@ -336,10 +334,17 @@ class _Worker:
         with ends_process_if_device_is_lost():
             return self._worker.run(shard, budget=budget)
 
-    def measured(self, method: str, *arguments) -> Any:
-        """The result of a method of the worker or of its engine, such as "engine.cached_step_cost"."""
+    def cached_step_cost(self) -> StepCost | None:
+        return self._worker.engine.cached_step_cost()
+
+    def measured_step_cost(self, save: bool) -> StepCost:
         with ends_process_if_device_is_lost():
-            return attrgetter(method)(self._worker)(*arguments)
+            return self._worker.engine.measured_step_cost(save)
+
+    def measured(self, method: str, *arguments) -> Any:
+        """The result of a method of the worker, for example one that an extension measures with."""
+        with ends_process_if_device_is_lost():
+            return getattr(self._worker, method)(*arguments)
 
     @ray.method(concurrency_group="heartbeat")
     def heartbeat(self) -> tuple[int, float, int]:

@@ -79,9 +79,7 @@ def train_recommender(
     held_out = [usable[number] for number in np.flatnonzero(is_held)]
     learned = [history[:-1] if held else history for history, held in zip(usable, is_held, strict=True)]
     size = options.history + 1
-    # Each item but the first follows its predecessor in one window.
-    starts = (range(0, len(history) - 1, options.history) for history in learned)
-    windows = [history[at : at + size] for history, of_each in zip(learned, starts, strict=True) for at in of_each]
+    windows = [history[at : at + size] for history in learned for at in _starts(len(history), options.history)]
     trie = ItemTrie.of(codes)
     ways = trie.ways_to(codes.codes)
 
@@ -316,3 +314,8 @@ def _digest(kind: str, codes: ItemCodes, histories: Sequence[np.ndarray], option
     for history in histories:
         digest.update(np.asarray(history, np.int64).tobytes() + b"|")
     return digest.hexdigest()
+
+
+def _starts(length: int, history: int) -> range:
+    """The starts of windows of `history` + 1 items; each item but the first follows its predecessor in one window."""
+    return range(0, length - 1, history)
