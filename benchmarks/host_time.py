@@ -198,17 +198,17 @@ def stream_turn(
         GenerationRequest(str(number), document.prompt_ids, max_new_tokens=len(document.text_ids) + 1)
         for number, document in enumerate(documents)
     ]
-    drafter, results = drafter_of(pool, draft_size, num_threads), engine._results
+    drafter, result_of = drafter_of(pool, draft_size, num_threads), engine.result
     results_s = 0.0
 
-    def timed_results(ended):
+    def timed_result(*ended):
         nonlocal results_s
         start = time.perf_counter()
-        ended_results = list(results(ended))
+        result = result_of(*ended)
         results_s += time.perf_counter() - start
-        yield from ended_results
+        return result
 
-    engine._results = timed_results
+    engine.result = timed_result
     with mock.patch.object(acceptance, "judge_rows", judge_scripted):
         start = time.perf_counter()
         written = list(engine.generate(requests, drafter, Greedy()))
