@@ -100,15 +100,20 @@ class ClusterEncoder:
                 open_tasks[named.remote(software(), function, *of_task)] = number
             if not open_tasks:
                 return
-            done, _ = ray.wait(list(open_tasks), num_returns=1, timeout=MAX_SILENT_S)
-            if not done:
-                problem = f"none of {len(open_tasks)} tasks has ended within {MAX_SILENT_S:g} seconds"
-                raise ClusterFailed(f"encoding: {problem}; {GOES_ON}")
+            reference = _ended(list(open_tasks))
             try:
-                result = result_of(done[0])
+                result = result_of(reference)
             except ClusterFailed as error:
                 raise ClusterFailed(f"encoding: {error}; {GOES_ON}") from None
-            yield open_tasks.pop(done[0]), result
+            yield open_tasks.pop(reference), result
+
+
+def _ended(references: list[ray.ObjectRef]) -> ray.ObjectRef:
+    done, _ = ray.wait(references, num_returns=1, timeout=MAX_SILENT_S)
+    if not done:
+        problem = f"none of {len(references)} tasks has ended within {MAX_SILENT_S:g} seconds"
+        raise ClusterFailed(f"encoding: {problem}; {GOES_ON}")
+    return done[0]
 
 
 def _encode_part(part: TextPart, settings: EncodingSettings, num_threads: int) -> None:
