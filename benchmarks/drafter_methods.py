@@ -67,7 +67,8 @@ def settings_by_method(trained: Mapping[Kind, Trained]) -> dict[str, DecodingSet
         "model, tree": {"models": [trained["small"].folder]} | tree,
         **{kind: {"head": trained[kind].folder} | tree for kind in ("medusa", "eagle", "hass")},
     }
-    options = {"pool": {"drafters": WITH_POOL}}
+    texts = {"pool": WITH_POOL, "lookahead": ("lookahead",)}
+    options = {name: {"drafters": drafters} for name, drafters in texts.items()}
     options |= {name: of_models((), **own) for name, own in alone.items()}
     options |= {f"pool + {name}": of_models(WITH_POOL, **own) for name, own in alone.items() if name != "model"}
     return {name: DecodingSettings(verifier="greedy", **own) for name, own in options.items()}

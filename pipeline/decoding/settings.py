@@ -95,7 +95,8 @@ class DecodingSettings(Strict):
     drafters: tuple[str, ...] = Field(
         default=TEXT_SOURCES,
         description="Drafts come from these texts: the entity's previous text, its prompt, its output so far, and the "
-        "pool. Packages add drafters of other kinds (laserbatch.research: trained). With none decoding is plain.",
+        "pool. Packages add drafters of other kinds (laserbatch.research: trained, lookahead). With none decoding is "
+        "plain.",
     )
     drafter_options: dict[str, SerializeAsAny[Strict]] = Field(
         default={}, description="The options of drafters that packages add, by drafter, such as {trained: {head: DIR}}."

@@ -1,1 +1,1 @@
-"""The drafter `trained`: heads and small models."""
+"""Drafters besides retrieval: trained heads and small models, the model's alternatives (AASD), lookahead."""

@@ -13,7 +13,6 @@ from laserbatch.pipeline.budget.choice import (
     side_budget,
     step_seconds,
 )
-from laserbatch.pipeline.decoding.plugins import drafter_plugin
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
 from laserbatch.retrieval_pools.index.calibration_record import (
     DRAFT_TOKENS,
@@ -105,7 +104,7 @@ def test_the_best_budget_is_that_of_the_plain_formula_where_all_trees_are_alike(
     assert speed(cell) == pytest.approx(best, rel=0.03)  # trees of a size between two knots count for both
 
 
-def test_what_models_draft_is_verified_where_it_is_likelier_than_its_price(monkeypatch):
+def test_what_models_draft_is_verified_where_it_is_likelier_than_its_price():
     def chosen(step_cost, **options):
         return side_budget(DecodingSettings(batch_size=1, **options), pool_with(), step_cost, 0.0).budget
 
@@ -114,10 +113,7 @@ def test_what_models_draft_is_verified_where_it_is_likelier_than_its_price(monke
     assert chosen(cost(STEEP), **head) == PLAIN
     assert chosen(cost(FREE), **head, max_draft_tokens=8) == Budget(8, MIN_ACCEPTANCES[0])
     price = cost({1: 0.01, 17: 0.01 + 16 * 0.002})  # a draft token costs a fifth of a plain one
-    trained = chosen(price, **head)
-    with monkeypatch.context() as patched:
-        patched.setattr(type(drafter_plugin("trained")), "is_calibrated", False)
-        unchecked = chosen(price, **head)
+    trained, unchecked = chosen(price, **head), chosen(price, drafters=("lookahead",))
     assert 0.2 <= trained.min_acceptance < 0.4 <= unchecked.min_acceptance
     drawn = DecodingSettings(
         temperature=1.0, verifier="rsd", drafters=("trained",), drafter_options={"trained": {"models": ["small"]}}

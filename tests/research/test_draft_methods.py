@@ -29,7 +29,8 @@ from laserbatch.pipeline.decoding.verifiers import Greedy
 from laserbatch.pipeline.engines.own import OwnEngine
 from laserbatch.pipeline.errors import ModelError
 from laserbatch.research.drafters.draft_models import SmallModel
-from laserbatch.retrieval_pools.sources import SOURCE_MODEL, SOURCE_POOL
+from laserbatch.research.drafters.lookahead import LookaheadDrafter
+from laserbatch.retrieval_pools.sources import SOURCE_LOOKAHEAD, SOURCE_MODEL, SOURCE_POOL
 
 SAMPLE_MODEL = PACKAGE_ROOT / "models" / "sample"
 MODEL, PROMPTS, MAX_NEW = tiny_model(), tiny_prompts(6), 16
@@ -59,7 +60,7 @@ def of_models(small, *others: str, **options) -> Drafter:
 
 
 def all_drafters() -> Drafter:
-    texts = DecodingSettings(drafters=("previous", "prompt", "output"))
+    texts = DecodingSettings(drafters=("previous", "prompt", "output", "lookahead"))
     return BlendedDrafter([of_models(TWO_MODELS), drafter_from(texts)])
 
 
@@ -67,6 +68,7 @@ METHODS = {
     "chain": lambda: of_models(ONE_MODEL),
     "tree": lambda: of_models(ONE_MODEL, width=3, length=4),
     "two models": lambda: of_models(TWO_MODELS),
+    "lookahead": lambda: drafter_from(DecodingSettings(drafters=("lookahead",))),
     "all": all_drafters,
 }
 
@@ -190,6 +192,34 @@ def test_a_small_model_s_cache_answers_as_the_model_does_alone():
                 torch.testing.assert_close(row, expected, rtol=1e-3, atol=1e-3)
         for number, sequence in enumerate(live):
             sequence.append(np.array([7, 8][: number % 3], np.int32), np.zeros(min(number % 3, 2), np.uint8), 9 + turn)
+
+
+CYCLE = [24, 25, 26, 27, 28, 29, 30]  # without end tokens
+
+
+def test_lookahead_drafts_what_it_guessed():
+    """The target repeats a cycle, so its guesses are soon right, and n-grams of them are drafted."""
+    engine = tiny_engine(cycling_model(), verifier="greedy", max_draft_tokens=32)
+    request = GenerationRequest("a", np.array(CYCLE[:2], np.int32), max_new_tokens=40)
+    (result,) = engine.generate([request], LookaheadDrafter())
+    assert result.token_ids.tolist() == [CYCLE[(2 + i) % len(CYCLE)] for i in range(40)]
+    assert result.num_steps < 20 and result.accepted_by_source[SOURCE_LOOKAHEAD] == 40 - result.num_steps
+
+
+def cycling_model():
+    """A model that depends on the last token alone, and predicts its successor in CYCLE."""
+    model = copy.deepcopy(MODEL)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        torch.manual_seed(0)
+        table = torch.nn.functional.normalize(torch.randn(VOCAB, model.config.hidden_size))
+        model.model.embed_tokens.weight.copy_(table)
+        model.model.norm.weight.fill_(1.0)
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[CYCLE] = table[[*CYCLE[-1:], *CYCLE[:-1]]]
+    return model
 
 
 def test_blending_is_a_union_under_the_larger_estimate():
