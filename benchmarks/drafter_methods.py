@@ -86,6 +86,8 @@ def settings_by_rule(small: Path, budgets: Sequence[int], length: int) -> dict[t
         for rule in SAMPLING_RULES:
             own = shape if rule != "leviathan" else {"width": 1, "length": length}
             settings[rule, budget] = sampled(small, rule, **own)
+        branching = (max(1, budget // length), *[1] * (length - 1))
+        settings["rsd-c", budget] = sampled(small, "rsd", branching=branching)
     settings["greedy", length] = sampled(small, "greedy", width=1, length=length)
     return settings
 

@@ -22,7 +22,7 @@ BESIDE = (
     "tests/research/test_training.py", "tests/research/test_recommenders.py", "tests/ctr/test_train.py",
     "tests/encoding/test_encoder.py",
 )  # fmt: skip
-BESIDE_TESTS = "on_a_device"
+BESIDE_TESTS = "on_a_device and not medusa2"  # medusa2 needs peft
 SMOKE_TESTS = ("tests/decoding/test_prefix_index.py", "tests/decoding/test_token_tree.py")
 NUM_TEST_PROCESSES = 12
 SANITIZER_S = 80.0

@@ -37,6 +37,16 @@ def whole_model(folder: Path, device: str | torch.device = "cpu") -> PreTrainedM
     return model
 
 
+def with_lora(model: PreTrainedModel, rank: int, alpha: int):
+    """Add an untrained LoRA to all linear layers of a model. Raises ConfigError if peft is not installed."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        advice = "pip install 'laserbatch[lora]'"
+        raise ConfigError(f"a language model is adapted with peft, which is missing ({error}): {advice}") from error
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear"))
+
+
 def padded(rows: Sequence[np.ndarray], fill: int = 0, left: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Pad rows of token ids to the longest, int64 (len(rows), longest); also return the mask of their tokens, bool."""
     longest = max(map(len, rows))
@@ -54,27 +64,38 @@ def batches_by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 def train_steps(
-    module: nn.Module, batches: Sequence[BatchT], loss_of: Callable[[BatchT], torch.Tensor], folder: Path, digest: str,
-    rate: float, on_progress: Callable[[int, float], None] = lambda step, loss: None,
+    module: nn.Module,
+    batches: Sequence[BatchT],
+    loss_of: Callable[[BatchT], torch.Tensor],
+    folder: Path,
+    digest: str,
+    rate: float,
+    pace: Callable[[str], float] = lambda name: 1.0,
+    on_progress: Callable[[int, float], None] = lambda step, loss: None,
     after: Callable[[int], None] = lambda step: None,
-) -> float:  # fmt: skip
+) -> float:
     """Train the parameters of a module that require gradients, one step per batch; return the seconds of all attempts.
 
     The learning rate rises over the first share WARM_UP of the steps, and falls towards 0 at the last step.
 
-    `folder` : holds the checkpoint, which stays there; a checkpoint with another `digest` is not used.
-    `on_progress` : called after each step with its number, from 1, and its loss.
-    `after` : called after each step, before its checkpoint is written; after a kill it may be called again for a step.
+    Parameters
+    ----------
+    folder : holds the checkpoint, which stays there; a checkpoint with another `digest` is not used.
+    pace : returns the factor of a parameter's learning rate, given the parameter's name.
+    on_progress : called after each step with its number, from 1, and its loss.
+    after : called after each step, before its checkpoint is written; after a kill it may be called again for a step.
     """
     learned = {name: each for name, each in module.named_parameters() if each.requires_grad}
-    optimizer = torch.optim.AdamW(learned.values(), rate, weight_decay=0.01)
+    groups = [{"params": [each], "pace": pace(name)} for name, each in learned.items()]
+    optimizer = torch.optim.AdamW(groups, rate, weight_decay=0.01)
     done, seconds = _resumed(learned, optimizer, folder / CHECKPOINT_NAME, digest)
     num_warm = max(1, int(WARM_UP * len(batches)))
     saved_s = began_s = time.perf_counter()
     for step in range(done, len(batches)):
         module.train()
         for group in optimizer.param_groups:
-            group["lr"] = rate * min((step + 1) / num_warm, (len(batches) - step) / len(batches))
+            left = (len(batches) - step) / len(batches)
+            group["lr"] = group["pace"] * rate * min((step + 1) / num_warm, left)
         loss = loss_of(batches[step])
         optimizer.zero_grad()
         loss.backward()

@@ -17,7 +17,9 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 @app.command()
 def train(
     kind: Kind = typer.Argument(
-        ..., help="medusa, eagle, hass: a head on the model's hidden states; small: a small model."
+        ...,
+        help="medusa, eagle, hass: a head on the model's hidden states; medusa2: such a head and an adapter of the "
+        "model; small: a small model.",
     ),
     out: Path = typer.Option(
         ..., help="Folder to write. If the same training was killed, the command goes on with it.", **TO_FOLDER
@@ -41,6 +43,7 @@ def train(
     Example: `laserbatch drafter train eagle --out drafters/eagle --config laserbatch.yaml`
     """
     from laserbatch.jobs.stages.night import open_run
+    from laserbatch.research.drafter_training.medusa import ADAPTER_NAME
     from laserbatch.research.drafter_training.train_on_runs import train_on_runs
 
     settings = load_settings(config, {"workspace": workspace})
@@ -54,6 +57,8 @@ def train(
     named = f"models: [{place}]" if kind == "small" else f"head: {place}"
     drafters = ", ".join((*TEXT_SOURCES, "trained"))
     use = f"drafters: [{drafters}], drafter_options: {{trained: {{{named}}}}}"
+    if kind == "medusa2":
+        use = f"adapter: {place / ADAPTER_NAME}, {use}"
     result: dict[str, Any] = {
         "folder": str(out), "num_texts": card.num_texts, "num_held_back": card.num_held_back,
         "training_seconds": card.training_seconds, "right_by_depth": [round(share, 3) for share in card.acceptance],

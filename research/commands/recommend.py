@@ -8,7 +8,7 @@ from laserbatch.jobs.console import TO_FOLDER, say, summary
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, load_settings
 from laserbatch.jobs.stages.night import parse_date, parse_night
 from laserbatch.pipeline.errors import ConfigError
-from laserbatch.research.recommending.settings import DraftLoss
+from laserbatch.research.recommending.settings import CodeMaker, DraftLoss
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -54,6 +54,7 @@ def train(
         show_default="made from the item vectors of the published run",
         help="Parquet file with the columns item_id and codes.",
     ),
+    code_maker: CodeMaker = typer.Option("kmeans", help="Method that makes codes from vectors."),
     draft_for: Path | None = typer.Option(None, help="Train a small model to draft for this folder's recommender."),
     loss: DraftLoss = typer.Option("wordkd", help="Loss of the small model, with --draft-for; docs/recommend.md."),
     base: Path | None = typer.Option(
@@ -87,7 +88,7 @@ def train(
     for option, read in (("--draft-for", draft_for), ("--base", base)):
         if read is not None and out.resolve() == read.resolve():
             raise ConfigError(f"--out and {option} are both {out}, so its model would be lost: give --out a new folder")
-    card = train_on_tables(settings, out, codes, draft_for, loss, day, epochs, base)
+    card = train_on_tables(settings, out, codes, draft_for, loss, day, epochs, code_maker, base)
     result: dict = {"folder": str(out), "histories": card.num_histories, "training_seconds": card.training_seconds}
     rankings = {"": card.held_back, "_of_neighbours": card.neighbours, "_of_popular_items": card.popular}
     recalls = {of: ranking.recall_10 for of, ranking in rankings.items() if ranking is not None}

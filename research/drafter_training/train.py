@@ -13,7 +13,7 @@ from laserbatch.pipeline.decoding.model.folder import model_identity
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.storage.atomic import share_weights, write_json
 from laserbatch.research.drafter_training.eagle import ALIGNED_STEPS, Eagle
-from laserbatch.research.drafter_training.medusa import Medusa
+from laserbatch.research.drafter_training.medusa import ADAPTER_NAME, Medusa, Medusa2
 from laserbatch.research.drafter_training.method import Method, judged
 from laserbatch.research.drafter_training.small import Small
 from laserbatch.research.drafter_training.texts import HELD_BACK_EVERY, Target, TrainingText, batches_of, held_back
@@ -61,15 +61,21 @@ def train_drafter(
     folder.mkdir(parents=True, exist_ok=True)
     seeds = (options.seed + epoch for epoch in range(options.epochs))
     seconds = train_steps(
-        method.module, [batch for seed in seeds for batch in batches_of(shown, options.batch_size, seed)],
-        lambda batch: method.loss(target.batch(batch)), folder, _digest(kind, model_dir, texts, options),
-        options.learning_rate * USUAL_WIDTH / max(USUAL_WIDTH, target.embed.weight.shape[1]), on_progress,
-    )  # fmt: skip
+        method.module,
+        [batch for seed in seeds for batch in batches_of(shown, options.batch_size, seed)],
+        lambda batch: method.loss(target.batch(batch)),
+        folder,
+        _digest(kind, model_dir, texts, options),
+        options.learning_rate * USUAL_WIDTH / max(USUAL_WIDTH, target.embed.weight.shape[1]),
+        method.pace,
+        on_progress,
+    )
     start_s = time.perf_counter()
     card = judged(card, method, target, judging)
     method.save(folder, model_dir)
+    adapter = folder / ADAPTER_NAME if kind == "medusa2" else None
     facts = {
-        "target": model_identity(model_dir), "num_texts": len(shown), "num_held_back": len(judging),
+        "target": model_identity(model_dir, adapter), "num_texts": len(shown), "num_held_back": len(judging),
         "training_seconds": round(seconds + time.perf_counter() - start_s, 1),
     }  # fmt: skip
     card = card.model_copy(update=facts)
@@ -87,8 +93,9 @@ def num_steps(num_texts: int, options: TrainingOptions) -> int:
 
 def _method(kind: Kind, target: Target, options: TrainingOptions) -> tuple[Method, DrafterCard]:
     config = target.model.config.get_text_config()
-    if kind == "medusa":
-        return Medusa(target, options.num_heads), DrafterCard(kind=kind, target="", num_heads=options.num_heads)
+    if kind in ("medusa", "medusa2"):
+        method = (Medusa if kind == "medusa" else Medusa2)(target, options.num_heads)
+        return method, DrafterCard(kind="medusa", target="", num_heads=options.num_heads)
     if kind == "small":
         return Small(target, small_config(config, options.small_share)), DrafterCard(kind=kind, target="")
     layer = layer_of(config)

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from laserbatch.pipeline.errors import ModelError
 from laserbatch.research.drafters.model_drafter import CachedModel, DraftModel, ModelDrafter, TreeShape
 from laserbatch.research.drafters.options import TrainedOptions
 from laserbatch.research.drafters.trained import DrafterCard, TrainedHead, read_card, require_head
-from laserbatch.research.drafters.tree_shapes import Beams, Chains, StochasticBeams
+from laserbatch.research.drafters.tree_shapes import Beams, Branching, Chains, StochasticBeams
 from laserbatch.retrieval_pools.sources import SOURCE_HEAD, SOURCE_MODEL
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,8 @@ class DraftModels:
         limits, options = (decoding.batch_size, max_tokens), self.options
         if decoding.verifier_samples and self.head is not None and (depth := self.head.card.num_heads):
             # Below its last head Medusa has no distribution to draw from.
-            options = options.model_copy(update={"length": min(options.length, depth)})
+            shorter = {"length": min(options.length, depth), "branching": options.branching[:depth]}
+            options = options.model_copy(update=shorter)
         shape = shape_of(options, decoding.verifier, budget)
         small: list[DraftModel] = [
             SmallModel(loaded, *limits, card and card.log_acceptance, decoding.attention)
@@ -157,6 +159,10 @@ def shape_of(options: TrainedOptions, verifier: str, budget: Budget) -> TreeShap
             return Chains(1, min(options.length, budget.max_draft_tokens))
         case "specinfer" | "k_seq":
             return Chains(width, length)
+        case "rsd" if options.branching:
+            levels = accumulate(options.branching, int.__mul__)
+            fitting = sum(total <= budget.max_draft_tokens for total in accumulate(levels))
+            return Branching(options.branching[:fitting])
         case "rsd":
             return StochasticBeams(width, length)
     return Beams(width, length)

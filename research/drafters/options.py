@@ -1,13 +1,13 @@
 """The options of the drafter `trained`, and the kinds of trained drafters with the defaults of their training."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from laserbatch.pipeline.validation import Strict
 
-Kind = Literal["medusa", "eagle", "hass", "small"]
+Kind = Literal["medusa", "medusa2", "eagle", "hass", "small"]
 NUM_TEXTS, EPOCHS = 2000, 6
 MAX_TREE = 64  # maximum number of tokens of a draft tree
 
@@ -27,9 +27,16 @@ class TrainedOptions(Strict):
         "Width times length is at most max_draft_tokens.",
     )  # fmt: skip
     length: int = Field(
-        default=5, ge=1, le=MAX_TREE,
+        default=5,
+        ge=1,
+        le=MAX_TREE,
         description="Each model or head drafts this many tokens ahead; each costs one forward pass of the draft model.",
-    )  # fmt: skip
+    )
+    branching: tuple[Annotated[int, Field(ge=1, le=MAX_TREE)], ...] = Field(
+        default=(),
+        description="With verifier rsd, a draft has this many tokens after each node of depth 0, 1, ... (RSD-C). This "
+        "replaces width and length.",
+    )
 
     @property
     def num_models(self) -> int:

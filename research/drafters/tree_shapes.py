@@ -90,6 +90,26 @@ class Chains:
 
 
 @dataclass(frozen=True)
+class Branching:
+    """RSD-C: each node at depth l gets `branching[l]` children by Gumbel-top-k (Eq. 5 to 8)."""
+
+    branching: tuple[int, ...]
+
+    def grow(self, models: Sequence[DraftModel], sequences: list[DecodingSequence], temperature: float) -> TreeBatch:
+        trees = GrowingTrees(len(sequences))
+        tree_of, places = np.arange(len(sequences)), np.full(len(sequences), -1)
+        for depth, count in enumerate(self.branching):
+            log_q = torch.log_softmax(models[0].log_q(trees.batch(), tree_of, places) / temperature, -1)
+            noisy = log_q + draft_noise(sequences, tree_of, depth, places + 1, log_q)
+            tokens = noisy.topk(min(count, noisy.shape[-1]), -1).indices.cpu().numpy()
+            rows = np.repeat(np.arange(len(tree_of)), tokens.shape[1])
+            tree_of, above = tree_of[rows], places[rows]
+            places = trees.add(tree_of, above, tokens.ravel(), np.zeros(len(rows)))
+            trees.drawn(tree_of, places, rows, log_q)
+        return trees.batch()
+
+
+@dataclass(frozen=True)
 class StochasticBeams:
     """RSD-S: at each of `length` depths, `width` tokens; their paths are sampled without replacement (Eq. 9 to 11)."""
 

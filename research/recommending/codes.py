@@ -1,7 +1,7 @@
 """Semantic ids: each item is a few codes from coarse to fine, read from a table or made here.
 
-Residual k-means makes codes from item vectors: a level quantises the residuals of those before. The last code
-distinguishes items that share the others (TIGER: Rajput et al., NeurIPS 2023, section 3.1).
+Residual k-means or a residual-quantised autoencoder makes codes from item vectors: a level quantises the residuals of
+those before. The last code distinguishes items that share the others (TIGER: Rajput et al., NeurIPS 2023, section 3.1).
 """
 
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from laserbatch.pipeline.tables.columns import ID
 from laserbatch.pipeline.tables.findings import FaultyTable, Findings
 from laserbatch.pipeline.tables.schema import id_type, is_list, plain_column, plain_ids
 from laserbatch.pipeline.tables.streamed import iter_rows
+from laserbatch.research.recommending.settings import CodeMaker
 from laserbatch.retrieval_pools.ids import rows_among
 
 NUM_LEVELS = 4
@@ -101,12 +102,15 @@ def read_codes(path: Path) -> ItemCodes:
     return ItemCodes(item_ids, codes, tuple((codes.max(0) + 1).tolist()))
 
 
-def made_codes(item_ids: pa.Array, vectors: np.ndarray, seed: int = 0) -> ItemCodes:
+def made_codes(item_ids: pa.Array, vectors: np.ndarray, seed: int = 0, maker: CodeMaker = "kmeans") -> ItemCodes:
     """Make codes from vectors float32 (n, dim); the last level numbers items that share all codes of the others.
 
     The size of the last level leaves room for SPARE_CODES more.
     """
-    columns = _kmeans_codes(vectors.astype(np.float32), seed)
+    coarse = _kmeans_codes
+    if maker == "rqvae":
+        from laserbatch.research.recommending.rqvae import rqvae_codes as coarse  # torch loads for seconds
+    columns = coarse(vectors.astype(np.float32), NUM_LEVELS - 1, CODEBOOK_SIZE, seed).T
     codes = np.stack([np.unique(column, return_inverse=True)[1].ravel() for column in columns], 1)  # used codes
     codes = np.column_stack((codes, _digits(codes))).astype(np.int32)
     *sizes, last = (codes.max(0) + 1).tolist()
@@ -145,16 +149,16 @@ def with_new_items(codes: ItemCodes, item_ids: pa.Array, vectors: np.ndarray) ->
     return ItemCodes(pa.concat_arrays([codes.item_ids, new_ids]), np.concatenate((codes.codes, new)), codes.sizes)
 
 
-def _kmeans_codes(left: np.ndarray, seed: int) -> list[np.ndarray]:
+def _kmeans_codes(left: np.ndarray, num_levels: int, size: int, seed: int) -> np.ndarray:
     """Residual k-means: the codes of a level are the clusters of the residuals of the levels before."""
     from sklearn.cluster import KMeans
 
     columns = []
-    for _ in range(NUM_LEVELS - 1):
-        fit = KMeans(min(CODEBOOK_SIZE, len(np.unique(left, axis=0))), n_init=1, random_state=seed).fit(left)
+    for _ in range(num_levels):
+        fit = KMeans(min(size, len(np.unique(left, axis=0))), n_init=1, random_state=seed).fit(left)
         columns.append(fit.labels_)
         left = left - fit.cluster_centers_[fit.labels_].astype(np.float32)
-    return columns
+    return np.stack(columns, 1)
 
 
 def _digits(codes: np.ndarray) -> np.ndarray:

@@ -8,9 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from laserbatch.pipeline.decoding.model.folder import require_whole_files
-from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.storage.atomic import share_weights, write_json
-from laserbatch.research.learning import whole_model
+from laserbatch.research.learning import whole_model, with_lora
 from laserbatch.research.recommending.card import CARD_NAME, KnownRecommender, RecommenderCard, known_recommender
 
 LORA_RANK = 16
@@ -61,12 +60,7 @@ def extended_model(base: Path, card: RecommenderCard, seed: int) -> tuple[torch.
     model = whole_model(base)
     card = card.model_copy(update={"begin": model.get_input_embeddings().num_embeddings})
     model.resize_token_embeddings(card.vocab_size)
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        advice = "pip install 'laserbatch[lora]'"
-        raise ConfigError(f"a language model is adapted with peft, which is missing ({error}): {advice}") from error
-    adapted = get_peft_model(model, LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear"))
+    adapted = with_lora(model, LORA_RANK, 2 * LORA_RANK)
     for embeddings in (model.get_input_embeddings(), model.get_output_embeddings()):
         if embeddings is not None:
             embeddings.weight.requires_grad_(True)

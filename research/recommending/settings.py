@@ -10,6 +10,7 @@ from laserbatch.pipeline.distributed.spec import WorkerSpec
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.validation import Strict
 
+CodeMaker = Literal["kmeans", "rqvae"]
 DraftLoss = Literal["sft", "wordkd", "tvdkd", "seqkd", "atspeed_s", "atspeed_r"]
 
 

@@ -17,14 +17,21 @@ from laserbatch.research.recommending.codes import made_codes, read_codes
 from laserbatch.research.recommending.listed import known_histories
 from laserbatch.research.recommending.lists import write_catalogue
 from laserbatch.research.recommending.models import load_recommender
-from laserbatch.research.recommending.settings import DraftLoss
+from laserbatch.research.recommending.settings import CodeMaker, DraftLoss
 from laserbatch.research.recommending.training import RecommenderOptions, train_draft, train_recommender
 
 
 def train_on_tables(
-    settings: Settings, out: Path, codes_file: Path | None, draft_for: Path | None, loss: DraftLoss,
-    date: datetime.date | None, epochs: int | None, base: Path | None = None,
-) -> RecommenderCard:  # fmt: skip
+    settings: Settings,
+    out: Path,
+    codes_file: Path | None,
+    draft_for: Path | None,
+    loss: DraftLoss,
+    date: datetime.date | None,
+    epochs: int | None,
+    code_maker: CodeMaker = "kmeans",
+    base: Path | None = None,
+) -> RecommenderCard:
     """Train a recommender into a folder, with its codes; `draft_for` is the folder of a small model's target, and
     `base` the folder of a language model to extend."""
     torch.set_num_threads(usable_cores())
@@ -36,10 +43,7 @@ def train_on_tables(
     elif codes_file is not None:
         codes = read_codes(codes_file)
     else:
-        run = Workspace.open(settings.workspace, create=False).chosen_run(None)
-        table = read_parquet(run.features_path("item"), ["item_id", "vector"])
-        say(f"codes are made from the {table.num_rows} item vectors of run {run.run_id}")
-        codes = made_codes(table["item_id"].combine_chunks(), vectors_of(table), settings.seed)
+        codes = _codes_of_vectors(settings, code_maker)
     item_ids, histories = tables.items["item_id"].combine_chunks(), known_histories(tables, codes)
     if num_unknown := len(item_ids) - len(codes.of_catalogue(item_ids)):
         unless = "not listed, unless the published run of texts has vectors of them"
@@ -57,3 +61,10 @@ def train_on_tables(
             card = train_draft(loss, target, codes, histories, out, options, on_progress)
     write_catalogue(codes, out / CODES_NAME)
     return card
+
+
+def _codes_of_vectors(settings: Settings, code_maker: CodeMaker) -> ItemCodes:
+    run = Workspace.open(settings.workspace, create=False).chosen_run(None)
+    table = read_parquet(run.features_path("item"), ["item_id", "vector"])
+    say(f"codes are made from the {table.num_rows} item vectors of run {run.run_id}")
+    return made_codes(table["item_id"].combine_chunks(), vectors_of(table), settings.seed, code_maker)

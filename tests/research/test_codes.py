@@ -7,6 +7,7 @@ import pytest
 
 from laserbatch.pipeline.errors import TableError
 from laserbatch.research.recommending import codes as codes_module
+from laserbatch.research.recommending import rqvae
 from laserbatch.research.recommending.codes import (
     CODEBOOK_SIZE,
     SPARE_CODES,
@@ -79,19 +80,21 @@ def test_a_table_without_codes_is_refused_and_other_ids_are_said(tmp_path):
     assert read_codes(path).item_ids.type == pa.string()
 
 
-def test_made_codes_are_coarse_to_fine_all_different_and_the_same_again(tmp_path):
+@pytest.mark.parametrize("maker", ["kmeans", "rqvae"])
+def test_made_codes_are_coarse_to_fine_all_different_and_the_same_again(maker, tmp_path, monkeypatch):
+    monkeypatch.setattr(rqvae, "NUM_STEPS", 100)
     rng = np.random.default_rng(0)
     centres = rng.normal(size=(3, 8)) * 10
     vectors = np.concatenate([centres[number] + rng.normal(size=(40, 8)) for number in range(3)])
     vectors = np.concatenate((vectors, vectors[:5])).astype(np.float32)  # some vectors are equal
     ids = pa.array([str(number) for number in range(len(vectors))])
-    codes = made_codes(ids, vectors)
+    codes = made_codes(ids, vectors, 0, maker)
     assert codes.codes.shape == (125, 4) and len(np.unique(codes.codes, axis=0)) == 125
     assert (codes.codes.max(0) < CODEBOOK_SIZE).all() and (codes.codes[120:, 3] > codes.codes[:5, 3]).all()
     assert (codes.codes[:5, :3] == codes.codes[120:, :3]).all()
     groups = [set(codes.codes[start : start + 40, 0].tolist()) for start in (0, 40, 80)]
     assert not groups[0] & groups[1] and not groups[1] & groups[2] and not groups[0] & groups[2]
-    assert np.array_equal(codes.codes, made_codes(ids, vectors).codes)
+    assert np.array_equal(codes.codes, made_codes(ids, vectors, 0, maker).codes)
     written = pa.table({"item_id": ids, "codes": codes.codes.tolist()})
     pq.write_table(written, tmp_path / "codes.parquet")
     assert np.array_equal(read_codes(tmp_path / "codes.parquet").codes, codes.codes)

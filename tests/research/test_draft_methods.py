@@ -100,6 +100,7 @@ SAMPLED = {
     "specinfer": ("specinfer", {"width": 3}, TWO_MODELS),
     "k_seq": ("k_seq", {"width": 3}, ONE_MODEL),
     "rsd": ("rsd", {"width": 3}, ONE_MODEL),
+    "rsd-c": ("rsd", {"branching": (3, 2, 1)}, ONE_MODEL),
 }
 
 
@@ -258,6 +259,13 @@ def path_of(tree: TokenTree, node: int) -> tuple[int, ...]:
         ({"verifier": "rsd"} | trained(models=["a"]), "verifier rsd samples: set a temperature above 0"),
         ({"verifier": "rsd", "temperature": 1}, "verifier rsd judges drafts that a small model or a head samples"),
         ({"verifier": "k_seq", "temperature": 1} | trained(models=["a", "b"]), "judges drafts of one model"),
+        (trained(models=["a"], branching=[2]), "trained.branching is for verifier rsd, not relaxed"),
+        (trained(models=["a"], branching=[0]), r"branching\.0: Input should be greater than or equal to 1"),
+        (
+            {"verifier": "rsd", "temperature": 1} | trained(models=["a"], branching=[20]),
+            "by branching has 20 tokens, but a draft has at most 16: lower branching, or set max_draft_tokens: 20",
+        ),
+        ({"verifier": "rsd", "temperature": 1} | trained(models=["a"], branching=[4, 2, 2]), "branching has 28 tokens"),
         (trained(models=["a"], width=4), "width times length has 20 tokens, .* or set max_draft_tokens: 20"),
         (trained(models=["a"], width=64, length=2), "has 128 tokens, but a draft has at most 16: lower width"),
         ({"verifier": "greedy"} | trained(models=["a"], width=13), "has 65 tokens, but a draft has at most 64"),

@@ -16,7 +16,7 @@ from laserbatch.pipeline.decoding.plugins import verifier_plugin
 from laserbatch.pipeline.decoding.settings import DecodingSettings
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.research.drafters.model_drafter import DraftModel, GrowingTrees
-from laserbatch.research.drafters.tree_shapes import Beams, Chains, StochasticBeams, truncated
+from laserbatch.research.drafters.tree_shapes import Beams, Branching, Chains, StochasticBeams, truncated
 from laserbatch.research.verifiers.draws import Draws, SamplingRule
 from laserbatch.research.verifiers.rejection import recursive_rejection
 
@@ -55,8 +55,9 @@ SHAPES = {
     "chains": (SPECINFER, Chains(3, 2), 1),
     "chains of two models": (SPECINFER, Chains(4, 2), 2),
     "k-seq": (K_SEQ, Chains(3, 2), 1),
-    "rsd": (RSD, StochasticBeams(4, 2), 1),
-    "rsd, all tokens": (RSD, StochasticBeams(VOCAB, 2), 1),
+    "rsd-c": (RSD, Branching((3, 2)), 1),
+    "rsd-c, all tokens": (RSD, Branching((VOCAB, 1)), 1),
+    "rsd-s": (RSD, StochasticBeams(4, 2), 1),
 }
 
 
@@ -90,11 +91,7 @@ COUNTED_WITH_REPLACEMENT = SPECINFER
 
 @pytest.mark.parametrize(
     ("rule", "shape"),
-    [
-        (RESIDUAL_FORGOTTEN, Chains(1, 2)),
-        (COUNTED_WITH_REPLACEMENT, StochasticBeams(4, 2)),
-        (K_SEQ, StochasticBeams(3, 2)),
-    ],
+    [(RESIDUAL_FORGOTTEN, Chains(1, 2)), (COUNTED_WITH_REPLACEMENT, Branching((3, 2))), (K_SEQ, Branching((3, 1)))],
 )
 def test_a_wrong_rule_is_caught(rule, shape):
     counts, expected = counts_and_expected(first_tokens(drafted(shape, 1), 2, rule.sampled))

@@ -14,7 +14,7 @@ from trained_drafters import trained as trained_by
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL
+from laserbatch.pipeline.decoding.model.folder import SAMPLE_MODEL, model_identity
 from laserbatch.pipeline.decoding.plugins import TEXT_SOURCES
 from laserbatch.pipeline.decoding.sequence import GenerationRequest
 from laserbatch.pipeline.decoding.settings import DecodingSettings
@@ -22,6 +22,7 @@ from laserbatch.pipeline.errors import ConfigError
 from laserbatch.research import learning
 from laserbatch.research.drafter_training import train as training
 from laserbatch.research.drafter_training.eagle import CLASS_WEIGHT, NUM_LIKELIEST, Eagle
+from laserbatch.research.drafter_training.medusa import ADAPTER_NAME
 from laserbatch.research.drafter_training.method import judged
 from laserbatch.research.drafter_training.small import Small
 from laserbatch.research.drafter_training.texts import Target, TrainingText, held_back
@@ -150,6 +151,21 @@ def test_the_loss_of_a_small_model_is_its_definition(texts):
     assert float(method.loss(target.batch(part))) == pytest.approx(float(np.mean(values)), rel=1e-4)
 
 
+def test_an_adapted_target_stays_near_itself_and_is_drafted_for(texts, tmp_path):
+    card = train_drafter("medusa2", SAMPLE_MODEL, texts[:24], tmp_path, TrainingOptions(epochs=3))
+    assert card.kind == "medusa" and card.target == model_identity(SAMPLE_MODEL, tmp_path / ADAPTER_NAME)
+    assert str(SAMPLE_MODEL) not in (tmp_path / ADAPTER_NAME / "adapter_config.json").read_text()
+    options = {"verifier": "greedy", "batch_size": 4, "adapter": str(tmp_path / ADAPTER_NAME)}
+    engine, drafter = loaded_engine(DecodingSettings(**options, **trained_by(head=tmp_path, width=2)))
+    requests = [GenerationRequest(str(i), text.prompt_ids, max_new_tokens=24) for i, text in enumerate(texts[:12])]
+    plain = {result.request_id: result.token_ids.tolist() for result in engine.generate(requests)}
+    results = list(engine.generate(requests, drafter))
+    assert all(result.token_ids.tolist() == plain[result.request_id] for result in results)
+    assert sum(result.num_accepted for result in results) > 0
+    same = [plain[str(i)] == text.token_ids.tolist() for i, text in enumerate(texts[:12])]
+    assert np.mean(same) > 0.5  # compared with texts of the original model
+
+
 def test_a_killed_training_goes_on_to_the_same_bytes(texts, trained, tmp_path, monkeypatch):
     monkeypatch.setattr(learning, "SECONDS_BETWEEN_CHECKPOINTS", 0.0)
 
@@ -228,12 +244,14 @@ def shallow(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["eagle", "small"])
+@pytest.mark.parametrize("kind", ["medusa2", "eagle", "small"])
 def test_drafters_are_trained_and_draft_on_a_device(kind, texts, shallow, tmp_path, a_device):
     brief = [TrainingText(text.prompt_ids, text.token_ids[:4]) for text in texts[:20]]
     train_drafter(kind, shallow, brief, tmp_path / kind, TrainingOptions(epochs=1, batch_size=10))
     of_kind = {"models": [tmp_path / kind]} if kind == "small" else {"head": tmp_path / kind}
     named = trained_by(*TEXT_SOURCES, **of_kind)
+    if kind == "medusa2":
+        named["adapter"] = str(tmp_path / kind / ADAPTER_NAME)
     settings = DecodingSettings(verifier="greedy", batch_size=4, min_acceptance=0, attention="torch", **named)
     engine, drafter = loaded_engine(settings, shallow, "cuda")
     requests = [GenerationRequest(str(n), text.prompt_ids, max_new_tokens=4) for n, text in enumerate(texts[:2])]
