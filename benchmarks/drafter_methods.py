@@ -67,7 +67,7 @@ def settings_by_method(trained: Mapping[Kind, Trained]) -> dict[str, DecodingSet
         "model, tree": {"models": [trained["small"].folder]} | tree,
         **{kind: {"head": trained[kind].folder} | tree for kind in ("medusa", "eagle", "hass")},
     }
-    texts = {"pool": WITH_POOL, "lookahead": ("lookahead",)}
+    texts = {"pool": WITH_POOL, "lookahead": ("lookahead",), "aligned": ("aligned",)}
     options = {name: {"drafters": drafters} for name, drafters in texts.items()}
     options |= {name: of_models((), **own) for name, own in alone.items()}
     options |= {f"pool + {name}": of_models(WITH_POOL, **own) for name, own in alone.items() if name != "model"}

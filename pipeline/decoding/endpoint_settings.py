@@ -50,7 +50,8 @@ class EndpointSettings(Strict):
         "provider's batch API, which answers within a day and often costs half.",
     )
     api_key_env: str | None = Field(
-        default=None, description="The key of the server is in this environment variable. null: no key is sent."
+        default=None,
+        description="The key of the server is in this environment variable. null: no key is sent.",
     )
     timeout_s: float = Field(
         default=600.0, gt=0, le=604_800, description="A request that takes more seconds is sent again."

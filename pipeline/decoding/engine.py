@@ -177,7 +177,8 @@ class Engine:
         concurrency: Concurrency | None = None, step_budget: StepBudget | None = None,
     ) -> Stream:  # fmt: skip
         """A stream for callers that repeat `scheduler.admit`, `submit_step` and `finish_step`, as `generate` does."""
-        limits = RequestLimits(self.max_context, self.vocab_size, budget.max_draft_tokens)
+        shares = drafter.observes != "prefill"
+        limits = RequestLimits(self.max_context, self.vocab_size, budget.max_draft_tokens, shares)
         scheduler = Scheduler(requests, self.cache, concurrency or self.concurrency, limits, self.max_prefill_tokens)
         return Stream(scheduler, drafter, verifier, budget, step_budget)
 
@@ -291,7 +292,7 @@ class Engine:
     def _update(self, step: Step, accepted: list[Acceptance | None], stream: Stream) -> recovery.Outcomes:
         """Commit the accepted tokens to the cache and the texts; return the outcomes of the sequences that ended."""
         outcomes: recovery.Outcomes = dict(commit(step, accepted, self.cache, self._is_end))
-        if stream.drafter.observes:
+        if stream.drafter.observes != "nothing":
             stream.drafter.observe(observation_of(step, accepted))
         if stream.step_budget is not None:
             stream.step_budget.observe(step.trees, accepted)

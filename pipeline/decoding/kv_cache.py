@@ -96,13 +96,13 @@ class KVCache:
         """A slot that no sequence ever holds, for padding to write to; it changes when the memory grows."""
         return self.capacity
 
-    def acquire(self, token_ids: np.ndarray, num_expected: int) -> RowLease | None:
+    def acquire(self, token_ids: np.ndarray, num_expected: int, shares: bool = True) -> RowLease | None:
         """Give a row to a sequence that will probably have `num_expected` tokens.
 
         Returns None if no row is free, or if the expected lengths of all live sequences would not fit. `num_shared` is
-        less than the text's length, as the last token is always computed for its logits.
+        less than the text's length, as the last token is always computed for its logits; without `shares` it is 0.
         """
-        shared, slots = self.longest_prefix(token_ids[:-1])
+        shared, slots = self.longest_prefix(token_ids[:-1]) if shares else (0, _NO_SLOTS)
         num_held = int((self._row_counts[slots] > 0).sum())
         if self._live.all() or not self._expects_room(num_expected - num_held):
             return None

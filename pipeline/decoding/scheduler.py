@@ -22,11 +22,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """The limits of a request: the model's context and vocabulary, and the room that a draft takes."""
+    """The limits of a request: the model's context and vocabulary, and the room that a draft takes.
+
+    `shares_prefixes` : a prefix that several prompts have in common is computed once.
+    """
 
     max_context: int
     vocab_size: int
     max_draft_tokens: int
+    shares_prefixes: bool = True
 
 
 class Concurrency:
@@ -184,7 +188,7 @@ class Scheduler:
         num_remaining = max(0, self._concurrency.expected_output(sequence) - sequence.num_output)
         expected = len(sequence.context) + num_remaining + self._limits.max_draft_tokens
         expected = min(self._most_tokens(sequence), expected)
-        lease = self._cache.acquire(sequence.context, expected)
+        lease = self._cache.acquire(sequence.context, expected, self._limits.shares_prefixes)
         if lease is None:
             return False
         sequence.row = lease.row
@@ -197,6 +201,8 @@ class Scheduler:
 
     def _peer_computes_prefix(self, sequence: DecodingSequence) -> bool:
         """Whether a live sequence is computing a prefix of this one, which is worth waiting a step for."""
+        if not self._limits.shares_prefixes:
+            return False
         token_ids = sequence.context[:-1]
         gain = self._within_prompts.longest(token_ids)[0] - MIN_SHARED_TOKENS
         return gain >= 0 and gain >= self._cache.longest_prefix(token_ids)[0]

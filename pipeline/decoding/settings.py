@@ -95,11 +95,12 @@ class DecodingSettings(Strict):
     drafters: tuple[str, ...] = Field(
         default=TEXT_SOURCES,
         description="Drafts come from these texts: the entity's previous text, its prompt, its output so far, and the "
-        "pool. Packages add drafters of other kinds (laserbatch.research: trained, lookahead). With none decoding is "
-        "plain.",
+        "pool. Packages add drafters of other kinds (laserbatch.research: trained, aligned, lookahead). With none "
+        "decoding is plain.",
     )
     drafter_options: dict[str, SerializeAsAny[Strict]] = Field(
-        default={}, description="The options of drafters that packages add, by drafter, such as {trained: {head: DIR}}."
+        default={},
+        description="The options of drafters that packages add, by drafter, such as {trained: {head: DIR}}.",
     )
     max_draft_tokens: int | None = Field(
         default=None, ge=0, le=64,

@@ -14,10 +14,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from laserbatch.pipeline.decoding.model.output_head import OutputHead
-from laserbatch.research.drafter_training.method import Method, save_weights
+from laserbatch.research.drafter_training.method import Method
 from laserbatch.research.drafter_training.texts import Batch, Target
 from laserbatch.research.drafters.medusa import MedusaHeads
-from laserbatch.research.learning import with_lora
+from laserbatch.research.drafters.trained import WEIGHTS_NAME
+from laserbatch.research.learning import save_whole, with_lora
 
 DECAY = 0.8  # the loss of head k has the weight 0.8^k
 HEADS_WEIGHT = 0.2  # weight of the heads' loss relative to the divergence of the adapted model from the target
@@ -63,7 +64,7 @@ class Medusa2(Medusa):
         self.module = nn.ModuleDict({"heads": self.heads, "tuned": self._tuned})
 
     def save(self, folder: Path, model_dir: Path) -> None:
-        save_weights(self.heads, folder)
+        save_whole(self.heads.state_dict(), folder / WEIGHTS_NAME, {})
         self._tuned.peft_config["default"].base_model_name_or_path = model_dir.name
         self._tuned.save_pretrained(str(folder / ADAPTER_NAME), save_embedding_layers=False)
 

@@ -24,7 +24,7 @@ class Method:
 
     def save(self, folder: Path, model_dir: Path) -> None:
         """Write the weights as `drafters/trained.py` reads them; `model_dir` is the folder of the target."""
-        save_weights(self.module, folder)
+        save_whole(self.module.state_dict(), folder / WEIGHTS_NAME, {})
 
     def pace(self, name: str) -> float:
         """The factor of a parameter's learning rate."""
@@ -40,11 +40,6 @@ class Method:
         The drafted tokens between them are assumed to be the text's tokens.
         """
         raise NotImplementedError
-
-
-def save_weights(module: nn.Module, folder: Path) -> None:
-    weights = {name: each.detach().cpu().contiguous() for name, each in module.state_dict().items()}
-    save_file(weights, folder / WEIGHTS_NAME)
 
 
 @torch.no_grad()

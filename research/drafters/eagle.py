@@ -74,7 +74,7 @@ class EagleModel(CachedModel):
     `embed` and `logits_of` are the target's layers: token ids int64[n] to (n, hidden_size), that to (n, vocab_size).
     """
 
-    observes = True
+    observes = "decode"
 
     def __init__(
         self, head: EagleHead, embed, logits_of, max_rows: int, max_tokens: int, log_acceptance, attention: str
@@ -84,7 +84,8 @@ class EagleModel(CachedModel):
         self._seen: dict[DecodingSequence, list[torch.Tensor]] = {}  # features that are not in the cache yet
 
     def has_room(self, sequence: DecodingSequence) -> bool:
-        return sequence in self._seen and self._has_row(sequence, sequence.context[-1:], sequence.num_left)
+        new = sequence.context[-1:], sequence.num_left
+        return sequence in self._seen and self._has_row(sequence, *new, shares=False)
 
     def begin(self, sequences: list[DecodingSequence]) -> None:
         seen = [torch.cat(self._seen[sequence]) for sequence in sequences]

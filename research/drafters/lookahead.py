@@ -39,7 +39,7 @@ class _Guesses:
 class LookaheadDrafter(Drafter):
     """Guesses WIDTH positions ahead; drafts the newest n-grams that begin with the last token."""
 
-    observes = True
+    observes = "decode"
 
     def __init__(self) -> None:
         self._guesses: dict[DecodingSequence, _Guesses] = {}

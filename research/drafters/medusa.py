@@ -37,7 +37,7 @@ class MedusaModel(DraftModel):
     `logits_of` is the target's output layer, from (n, hidden_size) to (n, vocab_size).
     """
 
-    observes = True
+    observes = "decode"
 
     def __init__(self, heads: MedusaHeads, logits_of, log_acceptance=None) -> None:
         self._heads, self._logits_of = heads, logits_of

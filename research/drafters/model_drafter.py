@@ -1,7 +1,7 @@
 """Grows draft trees of several sequences, one level at a time, by small models or heads."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ class DraftModel:
     `Drafter` describes `observes` and `observe`.
     """
 
-    observes = False
+    observes: Literal["nothing", "decode"] = "nothing"
 
     def has_room(self, sequence: DecodingSequence) -> bool:
         return True
@@ -69,9 +69,12 @@ class CachedModel(DraftModel):
         self._rows: dict[DecodingSequence, int] = {}
         self._feeds: list[Feed] = []  # the last token of each sequence
 
-    def _has_row(self, sequence: DecodingSequence, token_ids: np.ndarray, num_expected: int) -> bool:
+    def _has_row(
+        self, sequence: DecodingSequence, token_ids: np.ndarray, num_expected: int, shares: bool = True
+    ) -> bool:
+        """Whether the sequence has a row or can get one (`KVCache.acquire`)."""
         if sequence not in self._rows:
-            lease = self._cache.acquire(token_ids, num_expected)
+            lease = self._cache.acquire(token_ids, num_expected, shares)
             if lease is None:
                 return False
             self._rows[sequence] = lease.row
@@ -149,7 +152,7 @@ class ModelDrafter(Drafter):
 
     def __init__(self, models: Sequence[DraftModel], shape: TreeShape, temperature: float, source: int) -> None:
         self._models, self._shape, self._temperature, self._source = models, shape, temperature, source
-        self.observes = any(model.observes for model in models)
+        self.observes = "decode" if any(model.observes == "decode" for model in models) else "nothing"
 
     @torch.inference_mode()
     def draft_all(self, sequences: list[DecodingSequence], max_depths: list[int]) -> TreeBatch:

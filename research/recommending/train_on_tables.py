@@ -43,7 +43,10 @@ def train_on_tables(
     elif codes_file is not None:
         codes = read_codes(codes_file)
     else:
-        codes = _codes_of_vectors(settings, code_maker)
+        run = Workspace.open(settings.workspace, create=False).chosen_run(None)
+        table = read_parquet(run.features_path("item"), ["item_id", "vector"])
+        say(f"codes are made from the {table.num_rows} item vectors of run {run.run_id}")
+        codes = made_codes(table["item_id"].combine_chunks(), vectors_of(table), settings.seed, code_maker)
     item_ids, histories = tables.items["item_id"].combine_chunks(), known_histories(tables, codes)
     if num_unknown := len(item_ids) - len(codes.of_catalogue(item_ids)):
         unless = "not listed, unless the published run of texts has vectors of them"
@@ -61,10 +64,3 @@ def train_on_tables(
             card = train_draft(loss, target, codes, histories, out, options, on_progress)
     write_catalogue(codes, out / CODES_NAME)
     return card
-
-
-def _codes_of_vectors(settings: Settings, code_maker: CodeMaker) -> ItemCodes:
-    run = Workspace.open(settings.workspace, create=False).chosen_run(None)
-    table = read_parquet(run.features_path("item"), ["item_id", "vector"])
-    say(f"codes are made from the {table.num_rows} item vectors of run {run.run_id}")
-    return made_codes(table["item_id"].combine_chunks(), vectors_of(table), settings.seed, code_maker)

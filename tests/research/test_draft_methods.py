@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from tiny_models import plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
+from tiny_models import VOCAB, plain_texts, requests_for, tiny_engine, tiny_model, tiny_prompts
 from trained_drafters import drafter_of, trained
 
 from laserbatch.jobs.checks.model import check_drafters
@@ -28,6 +28,7 @@ from laserbatch.pipeline.decoding.token_tree import ROOT, TokenTree, TreeBatch
 from laserbatch.pipeline.decoding.verifiers import Greedy
 from laserbatch.pipeline.engines.own import OwnEngine
 from laserbatch.pipeline.errors import ModelError
+from laserbatch.research.drafters.aligned import AlignedDrafter, ngrams_behind
 from laserbatch.research.drafters.draft_models import SmallModel
 from laserbatch.research.drafters.lookahead import LookaheadDrafter
 from laserbatch.retrieval_pools.sources import SOURCE_LOOKAHEAD, SOURCE_MODEL, SOURCE_POOL
@@ -60,7 +61,7 @@ def of_models(small, *others: str, **options) -> Drafter:
 
 
 def all_drafters() -> Drafter:
-    texts = DecodingSettings(drafters=("previous", "prompt", "output", "lookahead"))
+    texts = DecodingSettings(drafters=("previous", "prompt", "output", "aligned", "lookahead"))
     return BlendedDrafter([of_models(TWO_MODELS), drafter_from(texts)])
 
 
@@ -69,6 +70,7 @@ METHODS = {
     "tree": lambda: of_models(ONE_MODEL, width=3, length=4),
     "two models": lambda: of_models(TWO_MODELS),
     "lookahead": lambda: drafter_from(DecodingSettings(drafters=("lookahead",))),
+    "aligned": lambda: drafter_from(DecodingSettings(drafters=("aligned",))),
     "all": all_drafters,
 }
 
@@ -193,6 +195,36 @@ def test_a_small_model_s_cache_answers_as_the_model_does_alone():
                 torch.testing.assert_close(row, expected, rtol=1e-3, atol=1e-3)
         for number, sequence in enumerate(live):
             sequence.append(np.array([7, 8][: number % 3], np.int32), np.zeros(min(number % 3, 2), np.uint8), 9 + turn)
+
+
+def test_alternatives_are_what_the_target_would_sooner_say():
+    """Compared with the model alone: for each prompt token, at most two likelier tokens, if there are any."""
+    drafter = AlignedDrafter()
+    prompts = [np.concatenate((prompt, prompt[:5])).astype(np.int32) for prompt in PROMPTS[:4]]
+    drafted = {}
+    drafter.forget = lambda sequence: drafted.update({sequence.request.request_id: drafter._alternatives[sequence]})
+    list(tiny_engine(MODEL, batch_size=4, max_prefill_tokens=7).generate(requests_for(prompts, 3), drafter))
+    for number, prompt in enumerate(prompts):
+        logits = MODEL(input_ids=torch.from_numpy(prompt.astype(np.int64))[None]).logits[0]
+        for place in range(1, len(prompt)):
+            best = logits[place - 1].topk(2)
+            expected = [int(t) for v, t in zip(*best, strict=True) if v > logits[place - 1, prompt[place]]]
+            alternatives = drafted[str(number)][place]
+            assert alternatives[alternatives >= 0].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("context", "expected"),
+    [
+        ([1, 2, 3], ([], 1)),
+        ([1, 2, 3, 1, 2], ([2], 2)),
+        ([5, 1, 2, 9, 5, 1, 2, 8, 7, 1, 2], ([7, 3], 2)),
+        ([5, 1, 2, 9, 6, 1, 2, 8, 5, 1, 2], ([3], 3)),
+        ([4, 4, 4], ([2], 2)),
+    ],
+)
+def test_ngrams_are_looked_for_behind_the_longest_key(context, expected):
+    assert ngrams_behind(np.array(context)) == expected
 
 
 CYCLE = [24, 25, 26, 27, 28, 29, 30]  # without end tokens

@@ -4,9 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from laserbatch.pipeline.decoding.drafters.drafter import Drafter, Observation
+from laserbatch.pipeline.decoding.drafters.drafter import Drafter, Observation, Observes
 from laserbatch.pipeline.decoding.sequence import DecodingSequence
 from laserbatch.pipeline.decoding.token_tree import MAX_NODES, ROOT, Proposals, TreeBatch
+
+ORDER: tuple[Observes, ...] = ("nothing", "decode", "prefill")
 
 
 class BlendedDrafter(Drafter):
@@ -17,14 +19,14 @@ class BlendedDrafter(Drafter):
 
     def __init__(self, drafters: Sequence[Drafter], max_nodes: int = MAX_NODES) -> None:
         self._drafters, self._max_nodes = drafters, max_nodes
-        self.observes = any(drafter.observes for drafter in drafters)
+        self.observes = ORDER[max(ORDER.index(drafter.observes) for drafter in drafters)]
 
     def draft_all(self, sequences: list[DecodingSequence], max_depths: list[int]) -> TreeBatch:
         return blend([drafter.draft_all(sequences, max_depths) for drafter in self._drafters], self._max_nodes)
 
     def observe(self, observation: Observation) -> None:
         for drafter in self._drafters:
-            if drafter.observes:
+            if drafter.observes != "nothing":
                 drafter.observe(observation)
 
     def forget(self, sequence: DecodingSequence) -> None:

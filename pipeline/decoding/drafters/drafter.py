@@ -1,6 +1,7 @@
 """The contract of drafters: a drafter proposes tokens, the verifier decides."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -8,6 +9,8 @@ import torch
 from laserbatch.pipeline.decoding.model.output_head import HiddenRows
 from laserbatch.pipeline.decoding.sequence import DecodingSequence
 from laserbatch.pipeline.decoding.token_tree import EMPTY_TREE, TokenTree, TreeBatch
+
+Observes = Literal["nothing", "decode", "prefill"]
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,11 @@ class Drafter:
 
     Attributes
     ----------
-    observes : whether `observe` is called. It gets every step; a prefix that several prompts share is computed once.
+    observes : the steps that `observe` gets. "nothing": none; "decode": all, but a prefix that several prompts share is
+        computed once and shown once; "prefill": all, and each prompt is computed whole.
     """
 
-    observes: bool = False
+    observes: Observes = "nothing"
 
     def draft(self, sequence: DecodingSequence) -> TokenTree:
         """A tree of at most `token_tree.MAX_NODES` tokens; may be empty. Must not change the sequence."""
@@ -48,7 +52,7 @@ class Drafter:
         return TreeBatch.of([self.draft(sequence) for sequence in sequences])
 
     def observe(self, observation: Observation) -> None:
-        """Called after a step whose tokens were committed, if `observes`."""
+        """Called after a step whose tokens were committed, for the steps that `observes` names."""
 
     def forget(self, sequence: DecodingSequence) -> None:
         """Drop the state of a sequence that has ended."""

@@ -28,7 +28,12 @@ class SampledLogits:
     """
 
     def __init__(
-        self, temperature: float, rows: StepLogits, seeds: Sequence[int], lengths: Sequence[int], trees: TreeBatch
+        self,
+        temperature: float,
+        rows: StepLogits,
+        seeds: Sequence[int],
+        lengths: Sequence[int],
+        trees: TreeBatch,
     ) -> None:
         self._temperature, self._rows = temperature, rows
         self.device, self.num_rows = rows.device, rows.num_rows
