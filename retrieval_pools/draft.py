@@ -28,14 +28,19 @@ _INT32, _ONE_AFTER_THE_OTHER = _NO_TOKENS.dtype, _NO_TOKENS.strides
 class DraftOptions:
     """The options of a call of `draft` or `draft_batch`.
 
-    `as_chains` is for engines that verify no trees: each draft is a single path of up to `max_nodes` tokens, the one
-    with the largest sum of its tokens' probabilities of acceptance; later tokens count less (`state.DEPTH_DISCOUNT`).
-    It need not begin with the likeliest token; it is searched for among the MAX_NODES likeliest candidate nodes.
+    Attributes
+    ----------
+    max_nodes : the largest number of draft tokens of a sequence, 0 to 64.
+    min_acceptance : paths with a lower estimated probability of acceptance are not drafted, nor those below 1/2048.
+    use_prompt, use_output, use_previous : which of the sequence's own texts may be drafted from.
+    as_chains : for engines that verify no trees: each draft is a single path of up to `max_nodes` tokens, the one with
+        the largest sum of its tokens' probabilities of acceptance; later tokens count less (`state.DEPTH_DISCOUNT`). It
+        need not begin with the likeliest token; it is searched for among the MAX_NODES likeliest candidate nodes.
     """
 
-    max_nodes: int = 16  # the largest number of draft tokens of a sequence, 0 to 64
-    min_acceptance: float = 0.07  # paths with a lower estimate are not drafted, nor those below 1/2048
-    use_prompt: bool = True  # which of the sequence's own texts may be drafted from
+    max_nodes: int = 16
+    min_acceptance: float = 0.07
+    use_prompt: bool = True
     use_output: bool = True
     use_previous: bool = True
     as_chains: bool = False

@@ -32,17 +32,28 @@ _VERIFIED: set[tuple] = set()  # `_lying` of the pools whose files this process 
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """An open pool: immutable, safe to share between threads. Make one with `Pool.open` or `build.build_pool`."""
+    """An open pool: immutable, safe to share between threads. Make one with `Pool.open` or `build.build_pool`.
 
-    folder: Path | None  # None for a pool in memory
+    Parameters
+    ----------
+    folder : the pool's folder; None for a pool in memory.
+    manifest : its manifest.
+    index : its arrays, read-only; see `drafting.state.Index`.
+    settings : the settings for drafting; those of the manifest unless `with_settings` changed them.
+    curves : float32 `estimate.CURVES_SHAPE`, acceptance by source, kind of node and relative count.
+    fitted_escape : the escape of the pool if the settings name none.
+    budgets : the gain of each draft budget in the replays of its calibration, if known.
+    num_sorted : the number of texts that its build sorted; the order of the others came from an older pool. None: the
+        pool was opened, not built.
+    """
+
+    folder: Path | None
     manifest: PoolManifest
-    index: Index  # its arrays, read-only
-    settings: DraftSettings  # for drafting; those of the manifest unless `with_settings` changed them
-    # Acceptance by source, kind of node and relative count: float32 `estimate.CURVES_SHAPE`.
+    index: Index
+    settings: DraftSettings
     curves: np.ndarray = field(default_factory=lambda: IDENTITY_CURVES, repr=False)
-    fitted_escape: float = DEFAULT_POOL_ESCAPE  # of the pool if the settings name none
-    budgets: BudgetCurve | None = field(default=None, repr=False)  # the gain of each draft budget in replays, if known
-    # The number of texts that its build sorted; the order of the others came from an older pool. None: it was opened.
+    fitted_escape: float = DEFAULT_POOL_ESCAPE
+    budgets: BudgetCurve | None = field(default=None, repr=False)
     num_sorted: int | None = field(default=None, repr=False)
 
     @classmethod

@@ -37,13 +37,19 @@ _FOLDER = re.compile(rf"{_VERSION.pattern}(?:@\d+)?")
 
 @dataclass(frozen=True)
 class PoolVersion:
-    """One published version."""
+    """One published version.
+
+    Parameters
+    ----------
+    pools : the manifests of the sides that have a pool.
+    problem : why the version cannot be used, or None. Only manifests and file sizes were checked.
+    """
 
     version: str
     folder: Path
     is_current: bool
-    pools: dict[Side, PoolManifest]  # the manifests of the sides that have a pool
-    problem: str | None  # why the version cannot be used, or None; only manifests and file sizes were checked
+    pools: dict[Side, PoolManifest]
+    problem: str | None
 
 
 @dataclass(frozen=True)
