@@ -188,6 +188,7 @@ def watched_night(folder: str, night: str, text_tokens: int) -> list[dict]:
         from laserbatch.jobs.stages import night as opened_night
         from laserbatch.jobs.stages.workers import NightWorkers
         from laserbatch.pipeline.distributed import encoding
+        from laserbatch.pipeline.planning import planner
         from laserbatch.retrieval_pools.routing import router
 
         settings = load_settings(Path(folder, "laserbatch.yaml"))
@@ -206,7 +207,7 @@ def watched_night(folder: str, night: str, text_tokens: int) -> list[dict]:
             (build_pools, "_build_in_task", build_with_stand_in(build_pools._build_in_task, Path(folder, TASK_FILE))),
             (run_night, "open_night", watched(run_night.open_night, "read, check, hash", rows)),
             (night_plans.NightPlanner, "_make_plan", watched(night_plans.NightPlanner._make_plan, "plan", rows)),
-            (night_plans.CarryOver, "write", watched(night_plans.CarryOver.write, "carry", rows, KEPT.release)),
+            (planner.CarryOver, "write", watched(planner.CarryOver.write, "carry", rows, KEPT.release)),
             (generate.GenerationStage, "_write", watched(generate.GenerationStage._write, "write", rows)),
             (generate.GenerationStage, "_gather", watched(generate.GenerationStage._gather, "gather", rows)),
             (
