@@ -47,6 +47,10 @@ NUM_PHRASES, PHRASE_TOKENS = 2000, 10
 DIM, NUM_VECTORS = 384, 4096  # of the stand-in for an encoder; vectors are as wide as MiniLM's
 TOKENS_PER_S = 5_000  # assumed speed of a night's generation
 REPLAYING_SHARE = 1 / 2  # share of nights that replay when this many entities change: 6 % of the users' texts a night
+STAGES_BEHIND = {  # by the name of their function in `run_night`
+    "encode_and_build_pools": "encode beside pools", "measure": "gates", "finish_night": "report",
+    "publish_night": "publish",
+}  # fmt: skip
 BESIDE, IN_TASK = "carry, beside write", "pools, in a task"
 TASK_FILE = "pools.json"  # file with the row of that task
 SAMPLE_S = 0.02  # interval of samples of this process's memory
@@ -210,14 +214,7 @@ def watched_night(folder: str, night: str, text_tokens: int) -> list[dict]:
             (planner.CarryOver, "write", watched(planner.CarryOver.write, "carry", rows, KEPT.release)),
             (generate.GenerationStage, "_write", watched(generate.GenerationStage._write, "write", rows)),
             (generate.GenerationStage, "_gather", watched(generate.GenerationStage._gather, "gather", rows)),
-            (
-                run_night,
-                "encode_and_build_pools",
-                watched(run_night.encode_and_build_pools, "encode beside pools", rows),
-            ),
-            (run_night, "measure", watched(run_night.measure, "gates", rows)),
-            (run_night, "finish_night", watched(run_night.finish_night, "report", rows)),
-            (run_night, "publish_night", watched(run_night.publish_night, "publish", rows)),
+            *((run_night, name, watched(getattr(run_night, name), of, rows)) for name, of in STAGES_BEHIND.items()),
         ):
             changed.enter_context(patch.object(owner, name, other))
         with stage("other", whole):

@@ -162,9 +162,13 @@ def _audited(audit: AuditFigures | None) -> Iterator[GateFigures]:
             yield GateFigures("audit", side, reason="too few texts were compared with plain texts to judge")
             continue
         factor = max(comparison.length_ratio, 1 / max(comparison.length_ratio, 1e-9))
-        values = {"length beside plain": factor, "cosine with plain": comparison.cosine}
-        values |= {"added repetition": comparison.repetition.surely_worse}
-        values |= {"lost fields": comparison.fields.surely_worse, "added names": comparison.names.surely_worse}
+        values = {
+            "length beside plain": factor,
+            "cosine with plain": comparison.cosine,
+            "added repetition": comparison.repetition.surely_worse,
+            "lost fields": comparison.fields.surely_worse,
+            "added names": comparison.names.surely_worse,
+        }
         yield from (GateFigures(gate, side, value) for gate, value in values.items())
     yield from (GateFigures("audit", side, reason=reason) for side, reason in audit.skipped_sides.items())
 

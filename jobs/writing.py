@@ -44,8 +44,13 @@ def shard_counts(record: ShardRecord, shards: SideShards) -> dict[str, Any]:
     `seconds` is the time of the worker that wrote it; `reasons` has the number of quarantined rows by reason.
     """
     info = record.written_by
-    counts = {"tokens": info.stats.num_tokens, "accepted": info.stats.num_accepted, "steps": info.stats.num_steps}
-    counts |= {"seconds": info.stats.wall_s, "workers": info.num_workers}
+    counts = {
+        "tokens": info.stats.num_tokens,
+        "accepted": info.stats.num_accepted,
+        "steps": info.stats.num_steps,
+        "seconds": info.stats.wall_s,
+        "workers": info.num_workers,
+    }
     return counts | {"quarantined": record.num_quarantined, "reasons": shards.quarantine_reasons(record)}
 
 
@@ -106,11 +111,17 @@ def writing_state(events: Sequence[Event], now: datetime.datetime) -> dict[str, 
     reasons = sum((_quarantined(plans.get(side, {}), counts) for side, counts in by_side.items()), Counter())
     num_shards, num_rows = (sum(side[name] for side in begun["sides"].values()) for name in ("shards", "rows"))
     # A shard that lost its workers is halved, so more shards may be done than were handed out.
-    state = {"of": begun["of"], "num_shards": max(done["shards"], num_shards), "num_shards_done": done["shards"]}
-    state |= {"num_rows": num_rows, "num_rows_done": done["rows"]}
-    state |= {"num_quarantined": reasons.total(), "quarantine_reasons": dict(reasons.most_common())}
-    state |= {"tokens_per_s": ratio(done["tokens"], done["seconds"])}
-    state |= {"acceptance_length": ratio(done["accepted"], done["steps"])}
+    state = {
+        "of": begun["of"],
+        "num_shards": max(done["shards"], num_shards),
+        "num_shards_done": done["shards"],
+        "num_rows": num_rows,
+        "num_rows_done": done["rows"],
+        "num_quarantined": reasons.total(),
+        "quarantine_reasons": dict(reasons.most_common()),
+        "tokens_per_s": ratio(done["tokens"], done["seconds"]),
+        "acceptance_length": ratio(done["accepted"], done["steps"]),
+    }
     rows_left = {side: begun["sides"][side]["rows"] - counts["rows"] for side, counts in by_side.items()}
     expected = {side: begun["expected_tokens"].get(side) for side, num_left in rows_left.items() if num_left}
     left, left_by = sum(rows_left.values()), "rows"

@@ -41,6 +41,10 @@ def options_of(settings: BaseModel, default: BaseModel | None, within: str = "")
         if isinstance(value, BaseModel):
             yield from options_of(value, usual, f"{within}{name}.")
         elif field.description is not None:
-            shown = {"option": f"{within}{name}", "value": to_jsonable_python(value)}
-            shown |= {"default": to_jsonable_python(usual), "is_changed": value != usual}
+            shown = {
+                "option": f"{within}{name}",
+                "value": to_jsonable_python(value),
+                "default": to_jsonable_python(usual),
+                "is_changed": value != usual,
+            }
             yield shown | {"description": field.description}

@@ -66,9 +66,12 @@ def planned_night(settings: Settings, date: datetime.date, force: bool, redo: bo
         say("tokens are not predicted: no earlier night has texts to take their length from")
     if total is None:
         say("hours are not predicted: no earlier night has measured how fast texts are written here")
-    state = {"run_id": night.run.run_id, "state": "would begin" if attempt.manifest is None else "would go on"}
-    state |= {"built_on": night.manifest.origin.previous_run_id}
-    state |= {"drafted_from": night.manifest.generation.pools.version}
+    state = {
+        "run_id": night.run.run_id,
+        "state": "would begin" if attempt.manifest is None else "would go on",
+        "built_on": night.manifest.origin.previous_run_id,
+        "drafted_from": night.manifest.generation.pools.version,
+    }
     return state | sides | {"predicted_hours": total, "predicted_cost": _night_cost(settings, sides, total)}
 
 

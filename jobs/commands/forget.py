@@ -108,8 +108,12 @@ def _print_removed(receipt: Receipt, dry_run: bool) -> None:
     removed |= dict.fromkeys(receipt.removed_runs, "unfinished; the night's command starts it anew")
     experiments = [f"experiment {name}" for name in receipt.removed_experiments]
     removed |= dict.fromkeys(experiments, "all of it; its command, given again, takes a new sample")
-    outcome = {"would be removed" if dry_run else "removed": removed, "pools": receipt.pools}
-    outcome |= {"delivered": receipt.delivered, "receipt": None if dry_run else str(receipt.path)}
+    outcome = {
+        "would be removed" if dry_run else "removed": removed,
+        "pools": receipt.pools,
+        "delivered": receipt.delivered,
+        "receipt": None if dry_run else str(receipt.path),
+    }
     summary(outcome, as_json=False)
 
 

@@ -41,6 +41,11 @@ def import_(
         facts = import_gguf(file, folder)
         say("trying the model with the engine")
         loaded = load_model(folder, device="cpu")
-    outcome = {"model": str(out), "architecture": type(loaded.model).__name__, "parameters": loaded.num_parameters}
-    outcome |= {"stored_as": str(facts.dtype).removeprefix("torch."), "chat_template": facts.chat_template is not None}
+    outcome = {
+        "model": str(out),
+        "architecture": type(loaded.model).__name__,
+        "parameters": loaded.num_parameters,
+        "stored_as": str(facts.dtype).removeprefix("torch."),
+        "chat_template": facts.chat_template is not None,
+    }
     summary(outcome | {"next": f"laserbatch doctor --model {out}"}, as_json)

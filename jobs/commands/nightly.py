@@ -245,8 +245,13 @@ def nights_table(nights: list[Night]) -> Table:
 
 
 def _row(night: str, side: str, stats: DecodingStats, figures: SideFigures | None = None) -> dict[str, str]:
-    row = {"night": night, "side": side, "entities": count(figures and figures.num_entities)}
-    row |= {"generated": count(stats.num_texts if figures is None else figures.num_generated)}
-    row |= {"carried over": count(figures and figures.num_carried_over)}
-    row |= {"failed": count(figures and figures.num_quarantined), "tokens/step": decimal(stats.tokens_per_step)}
+    row = {
+        "night": night,
+        "side": side,
+        "entities": count(figures and figures.num_entities),
+        "generated": count(stats.num_texts if figures is None else figures.num_generated),
+        "carried over": count(figures and figures.num_carried_over),
+        "failed": count(figures and figures.num_quarantined),
+        "tokens/step": decimal(stats.tokens_per_step),
+    }
     return row | {"tokens/s": decimal(stats.tokens_per_s, 0), "seconds": decimal(stats.wall_s, 1)}

@@ -204,8 +204,15 @@ def gc(
                 remove_leftovers(folder)
     removed, names = [run.run_id for run in old], [experiment.name for experiment in tried]
     if as_json:
-        payload = {"removed": removed, "num_leftovers": len(remains), "num_bytes": num_bytes, "experiments": names}
-        payload |= {"removed_experiments": names if experiments else [], "bytes_tried": bytes_tried, "kept": retained}
+        payload = {
+            "removed": removed,
+            "num_leftovers": len(remains),
+            "num_bytes": num_bytes,
+            "experiments": names,
+            "removed_experiments": names if experiments else [],
+            "bytes_tried": bytes_tried,
+            "kept": retained,
+        }
         return summary(payload | {"dry_run": dry_run}, as_json=True)
     verb = "would remove" if dry_run else "removed"
     say(f"{verb} {counted(len(old), 'run')} ({num_bytes / 1e6:,.1f} MB){': ' if old else ''}{', '.join(removed)}")
@@ -249,8 +256,14 @@ def kept_runs(workspace: Workspace, keep: int, also_unfinished: bool = False) ->
 
 def _described(workspace: Workspace, run: RunFolder) -> dict[str, Any]:
     publication = workspace.publication
-    described: dict[str, Any] = {"run_id": run.run_id, "date": run.date, "state": "unfinished", "failure": None}
-    described |= {"published": run.run_id == publication.run_id(), "num_bytes": size_bytes(run.root)}
+    described: dict[str, Any] = {
+        "run_id": run.run_id,
+        "date": run.date,
+        "state": "unfinished",
+        "failure": None,
+        "published": run.run_id == publication.run_id(),
+        "num_bytes": size_bytes(run.root),
+    }
     described["rolled_back"] = run.run_id in publication.rolled_back()
     try:
         manifest = run.load_manifest()

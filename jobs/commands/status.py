@@ -143,8 +143,13 @@ def _run_state(run: RunFolder, now: datetime.datetime, is_running: bool) -> dict
     events = last_attempt(run.events_path)
     last: dict[str, dict[str, Any]] = {event["event"]: event for event in events}
     begun, failed = last.get("run_begin"), last.get("failure")
-    state: dict[str, Any] = {"run_id": run.run_id, "date": run.date, "is_finished": run.is_finished}
-    state |= {"is_held": run.is_held, "since": begun and begun["time"]}
+    state: dict[str, Any] = {
+        "run_id": run.run_id,
+        "date": run.date,
+        "is_finished": run.is_finished,
+        "is_held": run.is_held,
+        "since": begun and begun["time"],
+    }
     state["last_event"] = events[-1]["time"] if events else None
     state["failure"] = failed.get("error") if failed and not run.is_finished else None
     stage = current_stage(events)

@@ -44,9 +44,14 @@ def audit_row(figures: Mapping[str, Any], digits: int) -> dict[str, str]:
         return f"{show(mean['own'])} ({show(mean['plain'])})"
 
     share = partial(percent, digits=digits)
-    row = {"Pairs": count(figures["num_pairs"]), "Identical": count(figures["num_identical"])}
-    row |= {"Length": decimal(figures["length_ratio"], 3), "Cosine": decimal(figures["cosine"], 3)}
-    row |= {"Repeated": both(figures["repetition"], share), "Fields": both(figures["fields"], share)}
+    row = {
+        "Pairs": count(figures["num_pairs"]),
+        "Identical": count(figures["num_identical"]),
+        "Length": decimal(figures["length_ratio"], 3),
+        "Cosine": decimal(figures["cosine"], 3),
+        "Repeated": both(figures["repetition"], share),
+        "Fields": both(figures["fields"], share),
+    }
     return row | {"Names": both(figures["names"], decimal)}
 
 

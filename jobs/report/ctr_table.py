@@ -79,11 +79,16 @@ def ctr_table(figures: CtrFigures) -> Table:
     for score in scores:
         verdict, gain = None if score.variant in VARIANTS else compared.get(score.model), gain_of(scores, score)
         auc = decimal(score.auc, 4) + ("" if score.auc_std is None else f" ± {decimal(score.auc_std, 4)}")
-        row = {"Model": score.model, "Knowledge": score.variant, "AUC": auc}
-        row |= {"LogLoss (nats)": decimal(score.logloss, 4), "GAUC": decimal(score.gauc, 4)}
-        row |= {"Mean prediction − base rate": decimal(score.calibration, 3, signed=True)}
-        row |= {"AUC, cold users": decimal(score.auc_cold, 4)}
-        row |= {"AUC vs none": decimal(gain.auc, 4, signed=True) if gain else MISSING}
+        row = {
+            "Model": score.model,
+            "Knowledge": score.variant,
+            "AUC": auc,
+            "LogLoss (nats)": decimal(score.logloss, 4),
+            "GAUC": decimal(score.gauc, 4),
+            "Mean prediction − base rate": decimal(score.calibration, 3, signed=True),
+            "AUC, cold users": decimal(score.auc_cold, 4),
+            "AUC vs none": decimal(gain.auc, 4, signed=True) if gain else MISSING,
+        }
         rows.append(row | _against_plain(verdict))
     strong = [number for number, score in enumerate(scores) if score.variant not in VARIANTS]
     if ALL_MODELS in compared:

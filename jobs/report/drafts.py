@@ -74,8 +74,13 @@ def _by_source(sides: list[SideReport]) -> Table:
         for name in SOURCE_COLOURS:
             if _is_used(stats, name):
                 drafted, accepted = stats.drafted_by_source.get(name, 0), stats.accepted_by_source.get(name, 0)
-                row = {"Side": side.label, "Source": SOURCE_LABELS[name], "Drafted": count(drafted)}
-                row |= {"Accepted": count(accepted), "Accepted of drafted": percent(ratio(accepted, drafted))}
+                row = {
+                    "Side": side.label,
+                    "Source": SOURCE_LABELS[name],
+                    "Drafted": count(drafted),
+                    "Accepted": count(accepted),
+                    "Accepted of drafted": percent(ratio(accepted, drafted)),
+                }
                 rows.append(row)
     caption = "A draft is a tree, and at most one of its paths is accepted. Shares are of all drafted tokens."
     return Table("Drafted and accepted by source", rows, ("Side", "Source"), caption)
@@ -98,6 +103,12 @@ def _pool_row(name: Side, use: str, pool: PoolFigures) -> dict[str, str]:
     if isinstance(pool, PoolBuilt):
         merged = f"merged from the earlier version, {counted(pool.num_texts_changed, 'text')} sorted"
         how, took = merged if pool.incremental else "whole", seconds(pool.build_s)
-    row = {"Side": SIDE_LABELS[name], "Use": use, "Version": pool.version, "Texts": count(pool.num_texts)}
-    row |= {"Tokens": count(pool.num_tokens), "Groups": count(len(pool.groups))}
+    row = {
+        "Side": SIDE_LABELS[name],
+        "Use": use,
+        "Version": pool.version,
+        "Texts": count(pool.num_texts),
+        "Tokens": count(pool.num_tokens),
+        "Groups": count(len(pool.groups)),
+    }
     return row | {"Built": how, "Build time": took}

@@ -49,12 +49,20 @@ def speed_section(manifest: RunManifest, sides: list[SideReport]) -> Section:
 
 def _pass_row(side: SideReport, name: str, stats: DecodingStats, is_compared: bool) -> dict[str, str]:
     faster = ratio(stats.tokens_per_s, side.plain.tokens_per_s) if side.plain and is_compared else None
-    row = {"Side": side.label, "Pass": name, "Texts": count(stats.num_texts), "Tokens": count(stats.num_tokens)}
-    row |= {"Steps": count(stats.num_steps), "Tokens/text": decimal(ratio(stats.num_tokens, stats.num_texts), 0)}
-    row |= {"Prompt reused": percent(ratio(stats.num_prompt_reused, stats.num_prompt_tokens))}
-    row |= {"Cut": percent(ratio(stats.finish_reasons.get("length", 0), stats.num_texts), 1)}
-    row |= {"Time": seconds(stats.wall_s), "Tokens/s": rate(stats.tokens_per_s)}
-    row |= {"Acceptance length": decimal(stats.acceptance_length), "Tokens/step": decimal(stats.tokens_per_step)}
+    row = {
+        "Side": side.label,
+        "Pass": name,
+        "Texts": count(stats.num_texts),
+        "Tokens": count(stats.num_tokens),
+        "Steps": count(stats.num_steps),
+        "Tokens/text": decimal(ratio(stats.num_tokens, stats.num_texts), 0),
+        "Prompt reused": percent(ratio(stats.num_prompt_reused, stats.num_prompt_tokens)),
+        "Cut": percent(ratio(stats.finish_reasons.get("length", 0), stats.num_texts), 1),
+        "Time": seconds(stats.wall_s),
+        "Tokens/s": rate(stats.tokens_per_s),
+        "Acceptance length": decimal(stats.acceptance_length),
+        "Tokens/step": decimal(stats.tokens_per_step),
+    }
     return row | {"vs plain": times(faster)}
 
 

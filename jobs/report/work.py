@@ -71,8 +71,12 @@ def gates_section(manifest: RunManifest) -> Section:
     judged.sort(key=lambda gate: (*SIDES, None).index(gate.side))
     rows = []
     for gate in judged:
-        row = {"Side": "Both" if gate.side is None else SIDE_LABELS[gate.side], "Gate": gate.gate}
-        row |= {"Value": shown(gate, gate.value), "Limit": shown(gate, gate.limit)}
+        row = {
+            "Side": "Both" if gate.side is None else SIDE_LABELS[gate.side],
+            "Gate": gate.gate,
+            "Value": shown(gate, gate.value),
+            "Limit": shown(gate, gate.limit),
+        }
         rows.append(row | {"Verdict": gate.verdict, "Meaning": gate_sentence(gate)})
     caption = "If a gate blocks, the run is not published and the next night does not build on it."
     strong = [number for number, gate in enumerate(judged) if gate.verdict != "passes"]
@@ -103,9 +107,15 @@ def _cost(workers: WorkerFigures, stages: Mapping[str, float], sides: list[SideR
 
 def _endpoint(server: EndpointFigures, corpus: ExternalCorpusFigures | None) -> Table:
     """The requests, tokens and cost of the server, over all attempts at the run."""
-    row = {"Server": server.url, "Answers": count(server.num_requests), "Retries": count(server.num_retries)}
-    row |= {"Prompt tokens": count(server.num_prompt_tokens), "Cached prompt tokens": count(server.num_cached_tokens)}
-    row |= {"Answer tokens": count(server.num_completion_tokens), "Money": decimal(server.cost, 4)}
+    row = {
+        "Server": server.url,
+        "Answers": count(server.num_requests),
+        "Retries": count(server.num_retries),
+        "Prompt tokens": count(server.num_prompt_tokens),
+        "Cached prompt tokens": count(server.num_cached_tokens),
+        "Answer tokens": count(server.num_completion_tokens),
+        "Money": decimal(server.cost, 4),
+    }
     names = "; ".join(server.answered_by) or "nothing, because it sent no answer"
     caption = f"Counted by the server, which names itself {names}. "
     caption += "Set decoding.endpoint.price_per_million_tokens to see money. " if server.cost is None else ""

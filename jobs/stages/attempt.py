@@ -95,8 +95,13 @@ def new_manifest(
 ) -> RunManifest:
     """The manifest of a new run, which records `settings`; not saved yet."""
     run = workspace.run(make_run_id(date, identity, edition))
-    machine = {"platform": platform.platform(), "num_cpus": os.cpu_count(), "gpu": gpu_name()}
-    machine |= {"python": platform.python_version(), "torch": version("torch")}
+    machine = {
+        "platform": platform.platform(),
+        "num_cpus": os.cpu_count(),
+        "gpu": gpu_name(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+    }
     named, made_by = settings_hash(identity), version("laserbatch")
     origin = RunOrigin(settings=dict(settings), settings_hash=named, laserbatch_version=made_by, machine=machine)
     return RunManifest(path=run.manifest_path, run_id=run.run_id, date=date, origin=origin)
@@ -114,9 +119,14 @@ def recorded(manifest: RunManifest) -> Iterator[None]:
     """Record the events of the block in the run; an error gets the paths of the record as `recorded_in`."""
     run = RunFolder(manifest.path.parent)
     with traced(run.events_path), event_log(run.events_path):
-        facts = {"run_id": run.run_id, "date": str(manifest.date), "version": manifest.origin.laserbatch_version}
-        facts |= {"process": f"pid {os.getpid()} on {socket.gethostname()}"}
-        facts |= {"previous_run_id": manifest.origin.previous_run_id, "pools": manifest.generation.pools.version}
+        facts = {
+            "run_id": run.run_id,
+            "date": str(manifest.date),
+            "version": manifest.origin.laserbatch_version,
+            "process": f"pid {os.getpid()} on {socket.gethostname()}",
+            "previous_run_id": manifest.origin.previous_run_id,
+            "pools": manifest.generation.pools.version,
+        }
         emit("run_begin", **facts)
         if (age := recorded_age(manifest.origin.inputs)) is not None:
             emit("interactions", newest=age.newest, age_days=age.age_days, is_stale=age.is_stale)

@@ -57,8 +57,10 @@ def hand_out(
         for outcome in run_shards(pending, worker_pool, choose, on_first_text):
             if isinstance(outcome, ShardAbandoned):
                 abandoned.append(outcome)
-                counts = {"quarantined": outcome.shard.num_rows}
-                counts |= {"reasons": {reason_of(outcome.reason): outcome.shard.num_rows}}
+                counts = {
+                    "quarantined": outcome.shard.num_rows,
+                    "reasons": {reason_of(outcome.reason): outcome.shard.num_rows},
+                }
                 emit("shard_abandoned", **_named(outcome.shard), reason=outcome.reason, **counts)
                 bar.advance(outcome.shard.num_rows)
                 continue

@@ -206,8 +206,11 @@ class _DeltaTable:
         """Commit the rows of a run. They replace the run's rows in the table unless the run `is_new`."""
         from deltalake import WriterProperties, write_deltalake
 
-        options: dict[str, Any] = {"partition_by": [RUN, NUMBER], "target_file_size": FILE_BYTES}
-        options |= {"writer_properties": WriterProperties(max_row_group_size=GROUP_ROWS)}
+        options: dict[str, Any] = {
+            "partition_by": [RUN, NUMBER],
+            "target_file_size": FILE_BYTES,
+            "writer_properties": WriterProperties(max_row_group_size=GROUP_ROWS),
+        }
         if is_new:
             write_deltalake(self._uri, rows, mode="append", **options)
         else:
@@ -248,8 +251,10 @@ class _IcebergTable:
         table = self.opened()
         if table is None:
             # The bounds of each file have whole run ids: the files of a run are then replaced without reading them.
-            properties = {f"write.metadata.metrics.column.{RUN}": "full"}
-            properties |= {"write.target-file-size-bytes": str(FILE_BYTES)}
+            properties = {
+                f"write.metadata.metrics.column.{RUN}": "full",
+                "write.target-file-size-bytes": str(FILE_BYTES),
+            }
             self._catalog.create_namespace_if_not_exists(self._namespace)
             table = self._catalog.create_table(self._name, rows.schema, properties=properties)
         if is_new:
