@@ -177,8 +177,9 @@ def decide_side(
         excluded = postpone.without_evidence(refresh, ids.combine_chunks().filter(pa.array(left_out)))
     elif excluded is not None:
         left_out = pc.is_in(ids, value_set=excluded["entity_id"].combine_chunks()).to_numpy()
-    rows, fingerprints, carried, refused = _compared(questions, previous, before, left_out, rules.force, on_entities)
-    refused_ids = ids.take(pa.array(refused)).to_pylist()
+    compared = _compared(questions, previous, before, left_out, rules.force, on_entities)
+    rows, fingerprints, carried = compared.changed, compared.fingerprints, compared.carried
+    refused_ids = ids.take(pa.array(compared.refused)).to_pylist()
     quarantined = [QuarantineRow.of(entity_id, questions.side, prompts.NO_TITLE) for entity_id in refused_ids]
     if rules.unusable is not None and not rules.force:
         failing = still_failing(rules.unusable, ids.take(pa.array(rows)).combine_chunks(), fingerprints)
@@ -187,11 +188,11 @@ def decide_side(
         rows, fingerprints = rows[failing < 0], fingerprints.filter(pa.array(failing < 0))
     waiting, postponed, num_tokens, scores = before[:0], excluded, 0, None
     if refresh is not None:
-        chosen, waits, expected_tokens = choose(refresh, questions, previous, rows, fingerprints, before[rows])
+        chosen = choose(refresh, questions, previous, rows, fingerprints, before[rows])
         scores, is_written = chosen.scores, chosen.is_written
         if not rules.force:
-            postponed = pa.concat_tables([part for part in (excluded, waits) if part is not None])
-            num_tokens, waiting = expected_tokens, before[rows[~is_written]]
+            postponed = pa.concat_tables([part for part in (excluded, chosen.postponed) if part is not None])
+            num_tokens, waiting = chosen.num_tokens, before[rows[~is_written]]
             rows, fingerprints = rows[is_written], fingerprints.filter(pa.array(is_written))
             scores = scores[is_written]
     waiting = np.sort(waiting[waiting >= 0])
@@ -230,6 +231,16 @@ def write_side_plan(
     return plan, carry_over
 
 
+@dataclass(frozen=True)
+class _Compared:
+    """Entities by the result of comparing fingerprints: int64 rows of the table; for `carried` of earlier records."""
+
+    changed: np.ndarray
+    fingerprints: pa.Array  # of the changed entities
+    carried: np.ndarray
+    refused: np.ndarray  # entities without a prompt
+
+
 def _compared(
     questions: SideQuestions,
     previous: PreviousKnowledge,
@@ -237,12 +248,8 @@ def _compared(
     left_out: np.ndarray,
     force: bool,
     on_entities: Callable[[int], None],
-) -> tuple[np.ndarray, pa.Array, np.ndarray, np.ndarray]:
-    """Compare the fingerprints of all entities that are not left out with their earlier records, the rows `before`.
-
-    Returns the rows of changed entities, their fingerprints, the earlier records of unchanged ones, and the rows of
-    entities without a prompt.
-    """
+) -> _Compared:
+    """Compare the fingerprints of all entities that are not left out with their earlier records, the rows `before`."""
     changed, carried, refused = [], [], []
 
     def fingerprints_of_changed() -> Iterator[pa.Array]:
@@ -260,7 +267,7 @@ def _compared(
             yield tonight.filter(pa.array(can_ask & ~is_same))
 
     fingerprints = mapped.mapped_column(fingerprints_of_changed(), questions.tables.scratch.folder, pa.large_string())
-    return _concatenated(changed), fingerprints, _concatenated(carried), _concatenated(refused)
+    return _Compared(_concatenated(changed), fingerprints, _concatenated(carried), _concatenated(refused))
 
 
 def _write_shards(

@@ -15,15 +15,7 @@ import pyarrow.compute as pc
 
 from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
-from laserbatch.pipeline.planning.refresh import (
-    BUDGET,
-    EVIDENCE,
-    NOT_DUE,
-    Candidates,
-    Decision,
-    RefreshSettings,
-    decide,
-)
+from laserbatch.pipeline.planning.refresh import BUDGET, EVIDENCE, NOT_DUE, Candidates, RefreshSettings, decide
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.storage.run_folder import POSTPONED, RunFolder
@@ -57,6 +49,16 @@ def interactions_of(tables: Tables, side: Side) -> np.ndarray:
     return per_entity
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """The decision about changed entities: those that get a new text, and those that are postponed."""
+
+    is_written: np.ndarray  # bool[n]
+    scores: np.ndarray  # float64[n], the value of each new text
+    postponed: pa.Table  # with the schema POSTPONED
+    num_tokens: int  # expected tokens of the new texts
+
+
 def choose(
     refresh: Refresh,
     questions: SideQuestions,
@@ -64,11 +66,10 @@ def choose(
     rows: np.ndarray,
     fingerprints: pa.Array,
     before: np.ndarray,
-) -> tuple[Decision, pa.Table, int]:
+) -> Chosen:
     """Decide which entities get a new text, among those of a side whose prompt differs from the prompt of their text.
 
-    `rows` and `before`, int64[n], are the entities' rows and those of their earlier records (-1: none). Returns also
-    the postponed entities, as `POSTPONED`, and the expected tokens of the new texts.
+    `rows` and `before`, int64[n], are the entities' rows and those of their earlier records (-1: none).
     """
     side = questions.side
     entity_ids = questions.entities[f"{side}_id"].combine_chunks().take(pa.array(rows))
@@ -106,7 +107,7 @@ def choose(
         pa.array(since[left].astype(np.int32)).cast(pa.date32()),
     ]
     postponed = pa.Table.from_arrays(columns, schema=_schema(entity_ids.type))
-    return decided, postponed, math.ceil(num_tokens[decided.is_written].sum())
+    return Chosen(decided.is_written, decided.scores, postponed, math.ceil(num_tokens[decided.is_written].sum()))
 
 
 def without_evidence(refresh: Refresh, entity_ids: pa.Array) -> pa.Table:
