@@ -8,6 +8,7 @@ Prompts are KAR's questions about viewers and films of MovieLens 100K. Drafts co
 texts about other entities, with the budget that a night chooses. Systems are `float32` and `bfloat16`, our engine
 without drafts; `greedy` and `relaxed`, with drafts in bfloat16; `vllm` and `vllm-ngram` in bfloat16, if vLLM is
 installed. They answer the same prompts, each round in a newly drawn order: trust only ratios within one run.
+`prompt_share` is the time in which a system writes only the first tokens of all texts, over the time of the texts.
 """
 
 import logging
@@ -65,6 +66,7 @@ def measure(
     for prompt, text in zip(prompts, passes[BFLOAT16][0].texts, strict=True):
         plain.setdefault(prompt.tobytes(), text)
     expected = [plain[prompt.tobytes()] for prompt in prompts]
+    first_token_s = {name: system.run(prompts, batch, 1).wall_s for name, system in systems.items()}
     for name, own in passes.items():
         yield {
             "system": name,
@@ -78,6 +80,7 @@ def measure(
                 for other, theirs in passes.items()
                 if other in (FLOAT32, BFLOAT16, VLLM)
             },
+            "prompt_share": first_token_s[name] / Spread.of([run.wall_s for run in own]).median,
             "num_texts": len(prompts),
             "num_texts_as_plain_bfloat16": sum(map(tuple.__eq__, own[0].texts, expected)),
         }
@@ -136,6 +139,7 @@ def main() -> None:
     table = [
         f"{row['task']:15} batch {row['batch']:2}  {row['system']:10}  {row['tokens_per_s']} tokens/s, "
         f"{row['tokens_per_step']:.2f} per step, {row['ratios'][BFLOAT16]} of plain bfloat16, "
+        f"prompts {row['prompt_share']:.2f} of the time, "
         f"{row['num_texts_as_plain_bfloat16']} of {row['num_texts']} texts as plain"
         for row in rows
     ]
