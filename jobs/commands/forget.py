@@ -319,7 +319,7 @@ def _warn(
         )
     say("temporary folders of killed processes are removed on this machine only")
     say("copies elsewhere (exports, backups, snapshots, object versions in a bucket, trained models) are not removed")
-    say("errors that name ids may also be in logs of schedulers, notifications and spans; they are not removed there")
+    say("errors that name ids may also be in logs of schedulers and in notifications; they are not removed there")
     for place in not_reached:
         say(
             f"WARNING: runs were also delivered to {place}; deliver_to does not name it, so nothing is removed there. "

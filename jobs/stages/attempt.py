@@ -19,7 +19,6 @@ from laserbatch.jobs.events import emit, event_log
 from laserbatch.jobs.failures import exit_code_of, line_of
 from laserbatch.jobs.log_age import recorded_age
 from laserbatch.jobs.stages.inputs import changed_inputs
-from laserbatch.jobs.stages.tracing import traced
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.gpus import gpu_name
 from laserbatch.pipeline.storage.manifest import RunManifest, RunOrigin, make_run_id, settings_hash
@@ -118,7 +117,7 @@ def build_on(manifest: RunManifest, previous: RunFolder | None) -> None:
 def recorded(manifest: RunManifest) -> Iterator[None]:
     """Record the events of the block in the run; an error gets the paths of the record as `recorded_in`."""
     run = RunFolder(manifest.path.parent)
-    with traced(run.events_path), event_log(run.events_path):
+    with event_log(run.events_path):
         facts = {
             "run_id": run.run_id,
             "date": str(manifest.date),

@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("pipeline", "retrieval_pools", "ctr", "jobs", "configs", "models")
 # Packages of extras other than the encoder's, pandas, which only tests use, and our own editable installation.
 OF_EXTRAS = {"openai", "deltalake", "pyiceberg", "duckdb", "peft", "compressed_tensors", "torchao", "gguf",
-             "opentelemetry", "pandas", "laserbatch", "__editable__"}  # fmt: skip
+             "pandas", "laserbatch", "__editable__"}  # fmt: skip
 SHIPPED = {"num_clusters": 4, "encoder": None}  # the shipped encoder; nights of other tests use a small one
 # The budget is chosen, by a step cost that depends on neither this machine nor the batch size.
 CHOSEN = {"max_draft_tokens": None, "min_acceptance": None, "step_cost": "cost.yaml"}
