@@ -13,8 +13,8 @@ from itertools import combinations
 from laserbatch.ctr.compare import CtrRow, Scores, describe_split, item_rate, summarise, train_models, verdicts
 from laserbatch.ctr.dataset import build_dataset
 from laserbatch.ctr.errors import CtrError
-from laserbatch.ctr.feature_set import FeatureSet, Side
-from laserbatch.ctr.knowledge import FeatureVersions, build_knowledge, join_as_of
+from laserbatch.ctr.feature_set import FeatureSet
+from laserbatch.ctr.knowledge import build_knowledge
 from laserbatch.ctr.log import EntityTables
 from laserbatch.ctr.settings import CtrOptions, CtrSettings
 from laserbatch.pipeline.storage.figures import CtrScores, CtrVerdict
@@ -26,11 +26,10 @@ USE_OF_TEXTS = {"adaptor", "vector_dim", "history"}  # settings that do not affe
 
 @dataclass(frozen=True)
 class Way:
-    """Texts, as features, and the settings by which models use them; `versions` by side if `history` is asof."""
+    """Texts, as features, and the settings by which models use them. Training rows see the latest texts."""
 
     features: FeatureSet
     settings: CtrSettings
-    versions: Mapping[Side, FeatureVersions] | None = None
 
 
 @dataclass(frozen=True)
@@ -73,10 +72,8 @@ def train_ways(
         none, without = train_models("none", data, data, None, settings, on_fit)
         for name in names:
             way = ways[name]
-            seen, knowledge = data, build_knowledge(tables, data, {name: way.features}, as_of, way.settings)[name]
-            if way.versions is not None:
-                seen, knowledge = join_as_of(tables, data, knowledge, way.versions)
-            rows, scores[name] = train_models(name, data, seen, knowledge, way.settings, on_fit)
+            knowledge = build_knowledge(tables, data, {name: way.features}, as_of, way.settings)[name]
+            rows, scores[name] = train_models(name, data, data, knowledge, way.settings, on_fit)
             lifts[name] = Lift(verdicts(data, scores[name], without, margin), [*summarise(none), *summarise(rows)])
     assert data is not None
     between = {}
@@ -100,7 +97,7 @@ def require_same_judgement(settings: Mapping[str, CtrOptions]) -> None:
             values = ", ".join(f"{name}: {value!r}" for name, value in values_by_way.items())
             raise CtrError(f"ctr.{key} differs, so variants would be judged differently ({values}); set one for all")
     if len({of_way.history == "split" for of_way in settings.values()}) > 1:
-        raise CtrError("ctr.history is split for some variants, which train on other rows; set it for all by --history")
+        raise CtrError("ctr.history is split for some variants, which train on other rows; set it for all")
 
 
 def _alike_without_texts(ways: Mapping[str, Way]) -> list[list[str]]:

@@ -6,7 +6,7 @@ relative to that file's folder, and `~` is the home folder. Every option has a d
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from os.path import expanduser
@@ -45,10 +45,8 @@ def config_here() -> Path | None:
     return path if path.is_file() else None
 
 
-_HERE: Any = {"show_default": f"{CONFIG_NAME} of the current folder, if there is one"}
-CONFIG = typer.Option(..., "--config", default_factory=config_here, help="Configuration file.", **_HERE)
-CONFIGS = typer.Option([], "--config", help="Configuration file; several are compared with each other.", **_HERE)
-FRAMEWORKS = typer.Option([], "--framework", help="A framework of prompts, such as kar; may be repeated.")
+IF_HERE = f"{CONFIG_NAME} of the current folder, if there is one"
+CONFIG = typer.Option(..., "--config", default_factory=config_here, show_default=IF_HERE, help="Configuration file.")
 WORKSPACE = typer.Option(None, "--workspace", "-w", show_default="the configured workspace", help="Workspace folder.")
 JSON = typer.Option(False, "--json", help="Print the result as JSON.")
 DRY_RUN = typer.Option(False, "--dry-run", help="Remove nothing; print what would be removed.")
@@ -247,22 +245,6 @@ def load_settings(path: Path | None, overrides: dict[str, Any] | None = None) ->
         raise ConfigError(f"{source}: {'; '.join(faults)}")
     settings._folder = None if path is None else path.resolve().parent
     return settings
-
-
-def variant_names(configs: Sequence[Path], frameworks: Sequence[str]) -> list[str]:
-    """The names of the variants: the frameworks, or the configuration files' names without suffix.
-
-    Raises BadParameter if frameworks and several files are given, fewer than two variants, or a name twice.
-    """
-    if frameworks and len(configs) > 1:
-        raise typer.BadParameter("give frameworks of one configuration, or several configurations, not both")
-    names = list(frameworks) or [path.stem for path in configs]
-    if len(names) < 2:
-        problem = f"{names[0]!r} is only one variant" if names else "nothing to compare is given"
-        raise typer.BadParameter(f"{problem}; give --framework, or --config, twice or more")
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise typer.BadParameter(f"{', '.join(twice)} is given twice; configuration files need different names")
-    return names
 
 
 def open_workspace(config: Path | None, workspace: Path | None) -> Workspace:

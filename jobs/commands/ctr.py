@@ -1,7 +1,6 @@
 """`laserbatch ctr`: train, evaluate and apply CTR models on the features of a run, and compare features by AUC."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -9,12 +8,11 @@ import typer
 
 from laserbatch.ctr.settings import CtrOptions, CtrSettings, History, ModelName
 from laserbatch.jobs.console import TO_FILE, TO_FOLDER, print_table, stdout, summary
-from laserbatch.jobs.report.ctr_table import between_line, ctr_lead, ctr_table, variant_table
-from laserbatch.jobs.settings import CONFIG, CONFIGS, FRAMEWORKS, WORKSPACE, config_here, load_settings, variant_names
+from laserbatch.jobs.report.ctr_table import ctr_lead, ctr_table
+from laserbatch.jobs.settings import CONFIG, WORKSPACE, load_settings
 from laserbatch.jobs.stages.compare_ctr import compare_ctr
 from laserbatch.jobs.stages.night import Night, open_run
 from laserbatch.jobs.stages.train_ctr import FeatureName, evaluate_folder, predict_pairs, train_to_folder, trained_on
-from laserbatch.jobs.stages.variants import compare_variants, of_configs, of_frameworks
 from laserbatch.pipeline.errors import ConfigError
 from laserbatch.pipeline.storage.figures import CtrFigures
 from laserbatch.pipeline.tables.streamed import open_tables
@@ -110,8 +108,7 @@ def predict(
 
 @app.command()
 def compare(
-    config: list[Path] = CONFIGS,
-    framework: list[str] = FRAMEWORKS,
+    config: Path | None = CONFIG,
     workspace: Path | None = WORKSPACE,
     run: str | None = RUN,
     models: str | None = typer.Option(
@@ -126,24 +123,12 @@ def compare(
 ) -> None:
     """Train DIN, DCNv2 and LightGBM without and with a run's knowledge; evaluate them after its date.
 
-    The command reads the tables again, so that today's interactions can judge yesterday's run, and writes nothing. With
-    several `--framework` or `--config` it compares their newest runs of one date, published or not, in one table of
-    lift, tokens and cost, sorted by lift per hour of generation.
+    The command reads the tables again, so that today's interactions can judge yesterday's run, and writes nothing.
+    `laserbatch experiment` compares frameworks and configurations.
 
     Example: `laserbatch ctr compare --workspace workspace --models din,dcnv2 --seeds 3`
-
-    Example: `laserbatch ctr compare --framework kar --framework once`
     """
-    if framework or len(config) > 1:
-        if run is not None:
-            raise typer.BadParameter("--run needs a single variant; several are compared on their newest common date")
-        names = variant_names(config, framework)
-        loaded = [load_settings(path, {"workspace": workspace}) for path in config or [config_here()]]
-        variants = of_frameworks(loaded[0], names) if framework else of_configs(dict(zip(names, loaded, strict=True)))
-        variants = [replace(variant, ctr=changed_settings(variant.ctr, models, seeds, history)) for variant in variants]
-        comparison = compare_variants(variants, tables or variants[0].night.settings.tables.required_path)
-        return summary(comparison, as_json=True) if as_json else print_variants(comparison)
-    night, options = _opened(config[0] if config else config_here(), workspace, run)
+    night, options = _opened(config, workspace, run)
     settings = changed_settings(options, models, seeds, history)
     of_run = night.settings.tables
     later_tables = open_tables(tables or of_run.required_path, of_run.keep_duplicates)
@@ -162,12 +147,6 @@ def _opened(config: Path | None, workspace: Path | None, run: str | None) -> tup
     settings = load_settings(config, {"workspace": workspace})
     night = open_run(settings, run)
     return night, night.settings.ctr if config is None else settings.ctr
-
-
-def print_variants(comparison: Mapping[str, Any]) -> None:
-    print_table(variant_table(comparison))
-    if line := between_line(comparison):
-        stdout.print(line, markup=False, soft_wrap=True)
 
 
 def changed_settings(

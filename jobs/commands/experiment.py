@@ -1,14 +1,14 @@
 """`laserbatch experiment`: try templates, models or frameworks on a sample of entities, apart from published runs."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from laserbatch.jobs.commands.ctr import print_variants
-from laserbatch.jobs.console import ExitCode, print_table, say, summary
-from laserbatch.jobs.report.ctr_table import audit_table
-from laserbatch.jobs.settings import CONFIGS, FRAMEWORKS, JSON, WORKSPACE, config_here, load_settings, variant_names
+from laserbatch.jobs.console import ExitCode, print_table, say, stdout, summary
+from laserbatch.jobs.report.ctr_table import audit_table, between_line, variant_table
+from laserbatch.jobs.settings import IF_HERE, JSON, WORKSPACE, config_here, load_settings
 from laserbatch.jobs.stages import run_experiment as experiments
 from laserbatch.jobs.stages.night import parse_date
 from laserbatch.pipeline.errors import ConfigError
@@ -20,8 +20,12 @@ ITEMS_A_USER = 4  # default maximum of items in the sample, per user
 
 
 def experiment(
-    config: list[Path] = CONFIGS,
-    framework: list[str] = FRAMEWORKS,
+    config: list[Path] = typer.Option(
+        [], "--config", show_default=IF_HERE, help="Configuration file; several are compared with each other."
+    ),
+    framework: list[str] = typer.Option(
+        [], "--framework", help="A framework of prompts, such as kar; may be repeated."
+    ),
     workspace: Path | None = WORKSPACE,
     users: int = typer.Option(200, min=1, help="Number of users in the sample: users with the lowest hashes of ids."),
     items: int | None = typer.Option(
@@ -44,7 +48,8 @@ def experiment(
 
     Each variant is a framework of one configuration, or a configuration, and runs its night in
     `<workspace>/experiments/<name>`. Interactions after the date then judge all variants: one table shows lift, cost
-    and audit. The same command continues an experiment that was killed.
+    and audit. The same command continues an experiment that was killed; after a change of the section `ctr` it only
+    trains again. With `--name`, further variants join an experiment.
     `laserbatch runs gc --experiments` removes the folders.
 
     Example: `laserbatch experiment --framework kar --framework rlmrec --users 200`
@@ -53,7 +58,7 @@ def experiment(
     """
     overrides = {"workspace": workspace, "cluster.ray_address": ray_address}
     loaded = [load_settings(path, overrides) for path in config or [config_here()]]
-    names = variant_names(config, framework)
+    names = _variant_names(config, framework)
     if framework:
         loaded = [experiments.settings_of_framework(loaded[0], framework_name) for framework_name in names]
     settings, first = dict(zip(names, loaded, strict=True)), loaded[0]
@@ -83,8 +88,26 @@ def experiment(
         raise typer.Exit(ExitCode.RUN_FAILED)
 
 
+def _variant_names(configs: Sequence[Path], frameworks: Sequence[str]) -> list[str]:
+    """The names of the variants: the frameworks, or the configuration files' names without suffix.
+
+    Raises BadParameter if frameworks and several files are given, fewer than two variants, or a name twice.
+    """
+    if frameworks and len(configs) > 1:
+        raise typer.BadParameter("give frameworks of one configuration, or several configurations, not both")
+    names = list(frameworks) or [path.stem for path in configs]
+    if len(names) < 2:
+        problem = f"{names[0]!r} is only one variant" if names else "nothing to compare is given"
+        raise typer.BadParameter(f"{problem}; give --framework, or --config, twice or more")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise typer.BadParameter(f"{', '.join(twice)} is given twice; configuration files need different names")
+    return names
+
+
 def _show(comparison: dict[str, Any]) -> None:
-    print_variants(comparison)
+    print_table(variant_table(comparison))
+    if line := between_line(comparison):
+        stdout.print(line, markup=False, soft_wrap=True)
     audit = audit_table(comparison["variants"])
     if audit is None:
         say("no text was compared with a plain one: variants wrote too few, decode plainly, or compare none")

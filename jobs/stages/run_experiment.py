@@ -9,10 +9,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from laserbatch.ctr.errors import CtrError
-from laserbatch.ctr.settings import CtrSettings
+from laserbatch.ctr.settings import AdaptorName, CtrOptions, CtrSettings
 from laserbatch.jobs.console import say
 from laserbatch.jobs.formatting import counted, percent
 from laserbatch.jobs.gates import gate_sentence
@@ -21,12 +21,12 @@ from laserbatch.jobs.stages.attempt import newest_edition
 from laserbatch.jobs.stages.inputs import check_inputs, require_plain_words, require_template_columns
 from laserbatch.jobs.stages.night import open_run
 from laserbatch.jobs.stages.run_night import run_night
-from laserbatch.jobs.stages.variants import Variant, compare_variants, with_adaptor
+from laserbatch.jobs.stages.variants import Variant, compare_variants
 from laserbatch.pipeline.errors import ClusterFailed, ConfigError, EndpointGone, RunFailed, RunHeld, WorkspaceError
 from laserbatch.pipeline.knowledge.templates import SHIPPED_TEMPLATES, load_template
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage import atomic
-from laserbatch.pipeline.storage.atomic import canonical_json, read_json, remove_folder
+from laserbatch.pipeline.storage.atomic import read_json, remove_folder
 from laserbatch.pipeline.storage.lock import hold_lock
 from laserbatch.pipeline.storage.manifest import changed_settings, make_run_id, settings_hash
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -50,13 +50,14 @@ class Experiment:
 
     @cached_property
     def spec(self) -> dict[str, Any]:
-        """Everything that decides the result except the tables, as plain values."""
+        """Everything that decides the texts except the tables, as plain values."""
         variants = {}
         for name, of_variant in self.settings.items():
             knowledge = of_variant.knowledge
             templates = [load_template(knowledge.template_of(side), knowledge.template_dir) for side in SIDES]
             prompts = settings_hash({"templates": [template.model_dump(mode="json") for template in templates]})
             variants[name] = of_variant.identity() | {"prompts": prompts[:16]}
+            del variants[name]["ctr"]  # it decides how the same texts are judged
         sizes = {"num_users": self.num_users, "num_items": self.num_items}
         return {"date": self.date.isoformat(), **sizes, "variants": variants}
 
@@ -91,16 +92,18 @@ def settings_of_framework(settings: Settings, framework: str) -> Settings:
                 "one of them in each configuration, and give configurations instead: --config A --config B"
             )
         names[f"{side}_template"] = matching[0]
-    updated = {"knowledge": knowledge.model_copy(update=names), "ctr": with_adaptor(settings.ctr, framework)}
+    adaptor = {"adaptor": framework} if framework in get_args(AdaptorName) else {}
+    updated = {"knowledge": knowledge.model_copy(update=names), "ctr": settings.ctr.model_copy(update=adaptor)}
     return settings.model_copy(update=updated)
 
 
 def run_experiment(workspace: Workspace, name: str, experiment: Experiment) -> dict[str, Any]:
     """Sample the tables, run each variant, and return the result of `compare_variants` with sample and failures.
 
-    After a kill the same call goes on. A variant most of whose first texts cannot be kept is recorded in `failed`, and
-    the other variants still run. Raises ConfigError if another experiment has the name, CtrError if the sample cannot
-    judge, RunFailed if every variant failed, EndpointGone or ClusterFailed if a night may be tried again.
+    Finished runs are not run again, so after a kill the same call goes on. A variant most of whose first texts cannot
+    be kept is recorded in `failed`, and the other variants still run. Raises ConfigError if another experiment has the
+    name, CtrError if the sample cannot judge, RunFailed if every variant failed, EndpointGone or ClusterFailed if a
+    night may be tried again.
     """
     folder = workspace.experiment(name)
     folder.mkdir(parents=True, exist_ok=True)
@@ -119,10 +122,15 @@ def run_experiment(workspace: Workspace, name: str, experiment: Experiment) -> d
                 failed[variant] = str(error)
         if not variants:
             raise RunFailed(f"every variant failed: {'; '.join(f'{name}: {why}' for name, why in failed.items())}")
-        result, runs = folder / "comparison.json", {variant.name: variant.night.run.run_id for variant in variants}
+        result = folder / "comparison.json"
+        compared = {
+            "runs": {variant.name: variant.night.run.run_id for variant in variants},
+            "ctr": {variant.name: variant.ctr.model_dump(mode="json") for variant in variants},
+        }
         comparison = read_json(result) if result.exists() else {}
-        if comparison.get("runs") != runs:
-            comparison = {"runs": runs} | compare_variants(variants, folder / "tables")
+        if comparison | compared != comparison:
+            keep_duplicates = variants[0].night.settings.tables.keep_duplicates  # variants share the section `tables`
+            comparison = compared | compare_variants(variants, open_tables(folder / "tables", keep_duplicates))
             atomic.write_json(comparison, result)
         return {"experiment": name, "folder": str(folder), "sample": sample, **comparison, "failed": failed}
 
@@ -139,13 +147,17 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def _sampled(folder: Path, experiment: Experiment) -> dict[str, Any]:
-    """The counts of the sample, which is taken once, after all checks that could stop its nights later."""
+    """The counts of the sample, which is taken once, after all checks that could stop its nights later.
+
+    Variants that the experiment has not had yet are added to its record.
+    """
     path, first = folder / RECORD, next(iter(experiment.settings.values()))
-    source, now = first.tables.required_path, canonical_json(experiment.spec)
+    source, spec = first.tables.required_path, experiment.spec
     if path.exists():
         before = read_record(folder)
-        if canonical_json(before["spec"]) != now:
-            changed = changed_settings(before["spec"], experiment.spec)
+        known, now = before["spec"]["variants"], spec["variants"]
+        spec = spec | {"variants": known | now}
+        if changed := changed_settings(before["spec"] | {"variants": now | known}, spec):
             differences = [f"{key} was {then!r} and is now {now_is!r}" for key, (then, now_is) in changed.items()]
             raise ConfigError(
                 f"the experiment {folder.name} has other settings: {', '.join(differences[:1])}. Give another --name "
@@ -154,13 +166,13 @@ def _sampled(folder: Path, experiment: Experiment) -> dict[str, Any]:
         say(f"continuing the experiment {folder.name}")
         if before["inputs"] != describe(source):
             say(f"{source} changed since its sample was taken; the sample stays. Give another --name to take a new one")
+        _require_columns(folder / "tables", experiment)
+        _require_judges(folder / "tables", experiment)
+        atomic.write_json(before | {"spec": spec}, path)
         return before["sample"]
     try:
         require_sound(check_inputs(source, first), source)
-        for of_variant in experiment.settings.values():
-            for side in SIDES:
-                require_template_columns(source, of_variant, side)
-            require_plain_words(of_variant)
+        _require_columns(source, experiment)
         with atomic.atomic_folder(folder / "tables", overwrite=True) as made:
             opened = open_tables(source, first.tables.keep_duplicates)
             sample = write_sample(opened, made, experiment.date, experiment.num_users, experiment.num_items)
@@ -171,8 +183,15 @@ def _sampled(folder: Path, experiment: Experiment) -> dict[str, Any]:
     kept, later = percent(sample.share_kept), counted(sample.num_later, "later interaction")
     say(f"the sample has {counted(sample.num_users, 'user')}, {counted(sample.num_items, 'item')}, "
         f"{kept} of these users' interactions up to {experiment.date}, and {later} to judge by")  # fmt: skip
-    atomic.write_json({"spec": experiment.spec, "inputs": describe(source), "sample": asdict(sample)}, path)
+    atomic.write_json({"spec": spec, "inputs": describe(source), "sample": asdict(sample)}, path)
     return asdict(sample)
+
+
+def _require_columns(tables: Path | str, experiment: Experiment) -> None:
+    for of_variant in experiment.settings.values():
+        for side in SIDES:
+            require_template_columns(tables, of_variant, side)
+        require_plain_words(of_variant)
 
 
 def _require_judges(tables: Path, experiment: Experiment) -> None:
@@ -196,7 +215,7 @@ def _tried(folder: Path, name: str, settings: Settings, date: datetime.date) -> 
     update = {"workspace": folder / name, "deliver_to": None, "metrics": MetricsSettings()}
     update["tables"] = settings.tables.model_copy(update={"path": folder / "tables"})
     update["refresh"] = settings.refresh.model_copy(update={"max_tokens": None})
-    update["night"] = settings.night.model_copy(update={"train_ctr": False})
+    update |= {"night": settings.night.model_copy(update={"train_ctr": False}), "ctr": CtrOptions()}
     apart = settings.model_copy(update=update)
     workspace = Workspace.open(apart.workspace)
     edition = newest_edition(workspace, date, apart.identity())

@@ -1,11 +1,10 @@
-"""`laserbatch experiment` and `ctr compare` with several variants, on a few users of the sample world."""
+"""`laserbatch experiment` on a few users of the sample world."""
 
 import json
 import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pyarrow.parquet as pq
@@ -16,14 +15,14 @@ from planted_night import Encoder
 from small_world import TEMPLATES
 
 from laserbatch.jobs.report.ctr_table import audit_table, between_line, variant_table
-from laserbatch.jobs.settings import Settings, load_settings
-from laserbatch.jobs.stages import run_experiment, variants
+from laserbatch.jobs.settings import load_settings
+from laserbatch.jobs.stages import run_experiment
 from laserbatch.jobs.stages.budgets import known_step_cost
 from laserbatch.jobs.stages.night import open_run
 from laserbatch.jobs.stages.variants import cost_of_a_million
 from laserbatch.pipeline.budget.choice import read_step_cost
 from laserbatch.pipeline.encoding.encoder import TextEncoder
-from laserbatch.pipeline.errors import ConfigError, EndpointGone, RunFailed, WorkspaceError
+from laserbatch.pipeline.errors import EndpointGone, RunFailed, WorkspaceError
 from laserbatch.pipeline.sample.world import write_sample_world
 
 NAME = "2025-02-10-trial"
@@ -108,39 +107,31 @@ def test_variants_are_tried_beside_what_is_published_and_a_killed_experiment_goe
     assert f"the experiment {NAME} has other settings: num_users was 8 and is now 9" in other["error"]
 
 
+def test_finished_texts_are_judged_again_after_a_change_of_how(folder, tried, capfd, monkeypatch):
+    monkeypatch.setattr(run_experiment, "run_night", None)  # nothing is written again
+    config, path = yaml.safe_load((folder / "laserbatch.yaml").read_text()), folder / "more-seeds.yaml"
+    path.write_text(yaml.safe_dump(config | {"ctr": config["ctr"] | {"num_seeds": 3}}))
+    done = run_here(capfd, "experiment", *TRIED, "--config", str(path), "--json")
+    judged = json.loads(done.stdout)
+    assert judged["runs"] == tried["runs"] and judged["ctr"]["kar"]["num_seeds"] == 3
+    assert {row["num_seeds"] for variant in judged["variants"] for row in variant["scores"]} == {3}
+
+
 def test_an_experiment_of_another_version_is_refused(tmp_path):
     (tmp_path / "experiment.json").write_text('{"asked": {"date": "2025-02-10"}}')
     with pytest.raises(WorkspaceError, match=r"no `spec`.*another --name, or remove"):
         run_experiment.read_record(tmp_path)
 
 
-def test_a_variant_that_fails_does_not_stop_the_others(folder, tried, capfd, monkeypatch):
-    whole = run_experiment._tried
-
-    def fails(folder, name, *arguments):
-        if name == "kar":
-            raise RunFailed("nothing could be parsed")
-        return whole(folder, name, *arguments)
-
-    monkeypatch.setattr(run_experiment, "_tried", fails)
-    before = (folder / "workspace/experiments" / NAME / "comparison.json").read_bytes()
-    result = ask(capfd, folder, "experiment", *TRIED, code=4)
-    assert result["failed"] == {"kar": "nothing could be parsed"}
+def test_a_variant_that_joins_and_fails_does_not_stop_the_others(folder, tried, capfd, monkeypatch):
+    monkeypatch.setattr(run_experiment, "run_night", mock.Mock(side_effect=RunFailed("nothing could be parsed")))
+    result = ask(capfd, folder, "experiment", "--framework", "once", *TRIED[2:], code=4)
+    assert result["failed"] == {"once": "nothing could be parsed"}
     assert [row["variant"] for row in result["variants"]] == ["mine"] and result["between"] == []
-    (folder / "workspace/experiments" / NAME / "comparison.json").write_bytes(before)
+    record = run_experiment.read_record(folder / "workspace/experiments" / NAME)
+    assert record["spec"]["variants"].keys() == {"kar", "mine", "once"}
     monkeypatch.setattr(run_experiment, "_tried", mock.Mock(side_effect=EndpointGone("no server")))
     assert ask(capfd, folder, "experiment", *TRIED, code=6)["error"] == "no server"
-
-
-def test_frameworks_are_compared_by_their_newest_runs_of_one_date_published_or_not(folder, tried, capfd, monkeypatch):
-    comparison = ask(capfd, folder, "ctr", "compare", "--framework", "kar", "--framework", "mine")
-    runs = {row["variant"]: row["run_id"] for row in comparison["variants"]}
-    assert runs == tried["runs"] and comparison["variants"][0]["lift"] == tried["variants"][0]["lift"]
-    unknown = ask(capfd, folder, "ctr", "compare", "--framework", "kar", "--framework", "own", code=3)
-    assert "no run of" in unknown["error"] and "'own' on both sides (found: kar, mine;" in unknown["error"]
-    monkeypatch.setattr(variants, "_place", lambda manifest: (manifest.run_id,))
-    refused = ask(capfd, folder, "ctr", "compare", "--framework", "kar", "--framework", "mine", code=3)
-    assert "their tables differ in what was known on 2025-02-10" in refused["error"]
 
 
 def test_a_million_costs_what_its_steps_do_however_loaded_the_machine_was(folder, tried):
@@ -223,7 +214,6 @@ def test_the_table_has_a_row_a_variant_and_says_what_is_between_the_first_and_th
         (("experiment", "--framework", "kar", "--framework", "kar"), 2, "kar is given twice"),
         (("experiment", "--framework", "kar", "--framework", "onec"), 3, "framework 'onec'; found kar"),
         ((*("experiment", "--date", "2025-03-30"), *TRIED[:4]), 3, "no interactions after 2025-03-30"),
-        (("ctr", "compare", "--framework", "kar", "--framework", "mine", "--run", "x"), 2, "--run needs a single"),
     ],
 )
 def test_what_cannot_be_tried_is_refused_before_anything_is_written(folder, capfd, arguments, code, message):
@@ -241,11 +231,3 @@ def test_configurations_that_would_be_judged_on_other_rows_or_tables_are_refused
         refused = ask(capfd, folder, "experiment", "--config", str(other), *TRIED[4:8], "--date", "2025-02-10", code=3)
         assert message in refused["error"], name
     assert not list((folder / "workspace" / "experiments").glob("2025-02-10-????????"))
-    several = [
-        variants.Variant(str(keeps), SimpleNamespace(settings=Settings(tables={"keep_duplicates": keeps})), None)
-        for keeps in (False, True)
-    ]
-    with pytest.raises(ConfigError, match=r"tables\.keep_duplicates differs"):
-        variants.compare_variants(several, folder / "tables")
-    never = ask(capfd, folder, "ctr", "compare", "--config", str(other), code=3)
-    assert "has no finished run of the configuration" in never["error"]

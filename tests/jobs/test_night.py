@@ -23,7 +23,6 @@ from laserbatch.jobs.stages.build_pools import unchanged_pools
 from laserbatch.jobs.stages.night import earlier_runs, new_night, open_night, open_run
 from laserbatch.jobs.stages.night_plans import NightPlanner, plan_night
 from laserbatch.jobs.stages.run_night import finish_night, publish_night, run_night
-from laserbatch.jobs.stages.variants import framework_of
 from laserbatch.pipeline.errors import RunHeld, TableError, WorkspaceError
 from laserbatch.pipeline.sides import SIDES
 from laserbatch.pipeline.storage.atomic import write_json
@@ -342,7 +341,7 @@ def test_what_is_damaged_of_earlier_nights_is_named_and_passed_over(world, caplo
     assert third.previous.run_id == second.run.run_id
     assert unchanged_pools(third, second.run.run_id) == {}
     assert last_speed(third, SIDES) == 200  # from the first night's manifest
-    assert known_step_cost(second) is None and framework_of(second.run) is None
+    assert known_step_cost(second) is None
     assert NightPlanner(third, third.run, third.settings.decoding)._rules("user").unusable is None
     measure(third.manifest, third.run, third.previous)
     assert not workspace.publication.not_built_on()
