@@ -26,7 +26,7 @@ from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage import forgetting
 from laserbatch.pipeline.storage.atomic import remove_folder, remove_leftovers, write_text
 from laserbatch.pipeline.storage.damage import unless_damaged
-from laserbatch.pipeline.storage.delivery import known_places
+from laserbatch.pipeline.storage.delivery import deliveries
 from laserbatch.pipeline.storage.forgetting import RECEIPTS, Ids, forget_in_run, is_of, rows_of
 from laserbatch.pipeline.storage.lock import hold_lock
 from laserbatch.pipeline.storage.run_folder import RunFolder
@@ -159,7 +159,7 @@ def _places_not_reached(workspace: Workspace, settings: Settings, recorded: Sequ
     reached, places = [workspace, *workspace.within()], {*recorded}
     variants = [Workspace(path.parent) for path in workspace.root.glob(f"{EXPERIMENTS}/*/*/workspace.json")]
     for other in (*reached, *variants):
-        places |= known_places(other.root)
+        places |= deliveries(other.root).keys()
         for run in other.runs():  # earlier versions recorded places only as events
             places |= {event["to"] for event in read_events(run.events_path) if event["event"] == "delivered"}
     uris = [delivery_uri(other, settings.deliver_to) for other in reached]

@@ -23,7 +23,7 @@ from laserbatch.jobs.formatting import count, counted, decimal, format_counts, r
 from laserbatch.jobs.settings import CONFIG, JSON, WORKSPACE, open_workspace
 from laserbatch.jobs.writing import cost_so_far, current_stage, writing_state
 from laserbatch.pipeline.errors import WorkspaceError
-from laserbatch.pipeline.storage.delivery import last_deliveries
+from laserbatch.pipeline.storage.delivery import deliveries
 from laserbatch.pipeline.storage.lock import probe_lock
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
@@ -200,7 +200,7 @@ def _published(workspace: Workspace, now: datetime.datetime) -> dict[str, Any] |
 
 def _delivered(workspace: Workspace) -> list[dict[str, Any]]:
     try:
-        return last_deliveries(workspace.root)
+        return [{"to": uri} | last for uri, last in deliveries(workspace.root).items()]
     except WorkspaceError as error:
         return [{"error": str(error)}]
 

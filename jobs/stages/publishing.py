@@ -15,7 +15,7 @@ from laserbatch.jobs.gates import blocking, gate_sentence, has_option, judge
 from laserbatch.jobs.report.page import write_report
 from laserbatch.jobs.settings import GateSettings
 from laserbatch.pipeline.errors import ConfigError, LaserbatchError, NotDelivered, NotReached, RunHeld, WorkspaceError
-from laserbatch.pipeline.storage.delivery import PLACES, Destination, last_deliveries, record_delivery, remember_place
+from laserbatch.pipeline.storage.delivery import PLACES, Destination, deliveries, record_delivery, remember_place
 from laserbatch.pipeline.storage.figures import GateFigures
 from laserbatch.pipeline.storage.lake import DELTA, LakeTables, is_lake
 from laserbatch.pipeline.storage.manifest import RunManifest
@@ -169,10 +169,10 @@ def deliver(workspace: Workspace, uri: str | None, force: bool = False) -> None:
     run_id = workspace.publication.run_id()
     if run_id is None:
         return
-    for place in last_deliveries(workspace.root) if force else ():
-        if place["run_id"] != run_id and place["to"] != (uri or "").rstrip("/"):
+    for place, last in deliveries(workspace.root).items() if force else ():
+        if last["run_id"] != run_id and place != (uri or "").rstrip("/"):
             say(
-                f"WARNING: run {run_id} is not delivered to {place['to']}, which has {place['run_id'] or 'no run'}, "
+                f"WARNING: run {run_id} is not delivered to {place}, which has {last['run_id'] or 'no run'}, "
                 f"because deliver_to is {uri or 'not set'}: give this command that place's configuration with --config"
             )
     if uri is None:
@@ -212,11 +212,11 @@ def _run_there(workspace: Workspace, destination: Destination | LakeTables) -> s
     run_id, uri = str(destination.published().get("run_id", "")), destination.uri
     if not run_id:
         return ""
-    last, run = {place["to"]: place["run_id"] for place in last_deliveries(workspace.root)}, workspace.run(run_id)
+    last, run = deliveries(workspace.root).get(uri.rstrip("/")), workspace.run(run_id)
     if not run.root.is_dir():
-        is_ours = last.get(uri.rstrip("/")) == run_id
+        is_ours = last is not None and last["run_id"] == run_id
     else:
-        is_ours = destination.has(run) if isinstance(destination, Destination) else uri.rstrip("/") in last
+        is_ours = destination.has(run) if isinstance(destination, Destination) else last is not None
     if not is_ours:
         raise WorkspaceError(
             f"{uri} has run {run_id}, which is not of this workspace, and two workspaces must not deliver to one "
@@ -247,7 +247,7 @@ def forget_delivered(workspace: Workspace, uri: str | None) -> dict[str, str]:
     _run_there(workspace, destination)
     delivered = destination.runs()
     if is_lake(uri) and not delivered:
-        last = {place["to"]: place["run_id"] for place in last_deliveries(workspace.root)}.get(uri.rstrip("/"))
+        last = deliveries(workspace.root).get(uri.rstrip("/"), {}).get("run_id")
         if last in here:
             raise WorkspaceError(
                 f"{uri}: found no table with rows, but {last} was delivered there. Make the tables readable here "

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from laserbatch.pipeline.errors import NotDelivered, WorkspaceError
 from laserbatch.pipeline.storage.atomic import paths_below, read_json, sha256_file, write_json
 from laserbatch.pipeline.storage.run_folder import RUN_ID, RunFolder
-from laserbatch.pipeline.storage.uris import ADVICE, BLOCK_BYTES, filesystem_of, naming_uri
+from laserbatch.pipeline.storage.uris import ADVICE, BLOCK_BYTES, filesystem_of, is_uri, naming_uri
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -182,46 +182,28 @@ class Destination:
         return digest.hexdigest()
 
 
-def known_places(root: Path) -> set[str]:
-    """URIs to which sending runs of the workspace `root` was begun. Raises WorkspaceError if the file is damaged."""
-    return set(_record(root)["places"])
+def deliveries(root: Path) -> dict[str, dict[str, str | None]]:
+    """The last delivery to each URI to which the workspace at `root` began to send a run: its `run_id` and `at`.
+
+    Both are None if no delivery there was completed. Raises WorkspaceError if the file is damaged.
+    """
+    path = root / PLACES
+    expected = f'{{"s3://...": {{}}, ...}} with every place that {root} delivered to'
+    record = read_json(path, f", or write {expected}") if path.exists() else {}
+    if wrong := [uri for uri, last in record.items() if not (is_uri(uri) and isinstance(last, dict))]:
+        raise WorkspaceError(f"{path}: {wrong[0]!r} is not a URI with its last delivery; write {expected}")
+    return {uri: {"run_id": None, "at": None} | record[uri] for uri in sorted(record)}
 
 
 def remember_place(root: Path, uri: str) -> None:
     """Record that a run of the workspace at `root` will be sent to a URI; call it before anything is sent."""
-    record, uri = _record(root), uri.rstrip("/")
-    if uri not in record["places"]:
-        write_json(record | {"places": sorted({*record["places"], uri})}, root / PLACES)
+    write_json({uri.rstrip("/"): {}} | deliveries(root), root / PLACES)
 
 
 def record_delivery(root: Path, uri: str, run_id: str) -> None:
     """Record that readers at a URI now see a run of the workspace at `root`, whichever command sent it."""
-    record, now = _record(root), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    last = record.get("last", {}) | {uri.rstrip("/"): {"run_id": run_id, "at": now}}
-    write_json(record | {"last": dict(sorted(last.items()))}, root / PLACES)
-
-
-def last_deliveries(root: Path) -> list[dict[str, str | None]]:
-    """The last delivery to each place, sorted by place: `to`, `run_id` and `at`; these are None if none was completed.
-
-    Raises WorkspaceError as `known_places` does.
-    """
-    record = _record(root)
-    unknown = {"run_id": None, "at": None}
-    return [{"to": uri} | record.get("last", {}).get(uri, unknown) for uri in sorted(record["places"])]
-
-
-def _record(root: Path) -> dict:
-    path = root / PLACES
-    if not path.exists():
-        return {"places": []}
-    record = read_json(path, f', or write {{"places": ["s3://...", ...]}} with every place that {root} delivered to')
-    if not isinstance(record.get("places"), list) or not all(isinstance(place, str) for place in record["places"]):
-        raise WorkspaceError(f'{path}: "places" is not a list of URIs; write every place that {root} delivered to')
-    last = record.get("last", {})
-    if not isinstance(last, dict) or not all(isinstance(delivered, dict) for delivered in last.values()):
-        raise WorkspaceError(f'{path}: "last" is not an object of deliveries by URI; remove "last" from the file')
-    return record
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    write_json(deliveries(root) | {uri.rstrip("/"): {"run_id": run_id, "at": now}}, root / PLACES)
 
 
 def _described(run: RunFolder) -> dict[str, tuple[int, str]]:

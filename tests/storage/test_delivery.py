@@ -23,7 +23,7 @@ from laserbatch.jobs.stages import run_night
 from laserbatch.jobs.stages.inputs import require_delivery
 from laserbatch.jobs.stages.publishing import deliver, forget_delivered, remove_delivered
 from laserbatch.pipeline.errors import ConfigError, NotDelivered, NotReached, WorkspaceError
-from laserbatch.pipeline.storage.delivery import PLACES, Destination, known_places, last_deliveries
+from laserbatch.pipeline.storage.delivery import PLACES, Destination, deliveries
 from laserbatch.pipeline.storage.uris import ADVICE, failure, filesystem_of, naming_uri
 from laserbatch.pipeline.storage.workspace import Workspace
 
@@ -114,20 +114,17 @@ def test_a_place_is_known_before_anything_is_sent_there(workspace, place, monkey
     monkeypatch.setattr(Destination, "_put", killed)
     with pytest.raises(KeyboardInterrupt):
         deliver(workspace, f"{place}/")
-    assert known_places(workspace.root) == {place}
-    assert last_deliveries(workspace.root) == [{"to": place, "run_id": None, "at": None}]
+    assert deliveries(workspace.root) == {place: {"run_id": None, "at": None}}
 
 
 def test_a_damaged_file_of_places_is_refused_by_name(workspace, place):  # noqa: F811
-    (workspace.root / PLACES).write_text('{"places": "s3://b/p"}')
-    with pytest.raises(WorkspaceError, match=f'{PLACES}: "places" is not a list of URIs'):
-        deliver(workspace, place)
-    (workspace.root / PLACES).write_text('{"places": ["s3://b/p"], "last": {"s3://b/p": "2025-03-01-aaaaaaaa"}}')
-    with pytest.raises(WorkspaceError, match=f'{PLACES}: "last" is not an object of deliveries'):
-        last_deliveries(workspace.root)
+    for record, wrong in (({"places": {}}, "places"), ({"s3://b/p": OLD}, "s3://b/p")):
+        (workspace.root / PLACES).write_text(json.dumps(record))
+        with pytest.raises(WorkspaceError, match=f"{PLACES}: '{wrong}' is not a URI with its last delivery; write "):
+            deliver(workspace, place)
     (workspace.root / PLACES).write_text("{")
     with pytest.raises(WorkspaceError, match=f"{PLACES} is damaged.*write .*every place"):
-        known_places(workspace.root)
+        deliveries(workspace.root)
 
 
 def test_readers_go_back_only_where_somebody_asks_or_a_run_was_taken_back(workspace, place, tmp_path):  # noqa: F811
@@ -141,7 +138,7 @@ def test_readers_go_back_only_where_somebody_asks_or_a_run_was_taken_back(worksp
     (delivered,) = workspace_state(workspace, now)["delivered"]
     assert (delivered["to"], delivered["run_id"]) == (place, NEW)
     deliver(workspace, place, force=True)  # like `runs publish`, which writes no events
-    assert seen(place) == last_deliveries(workspace.root)[0]["run_id"] == OLD
+    assert seen(place) == deliveries(workspace.root)[place]["run_id"] == OLD
     assert f"{place}: {OLD}, sent at 20" in summary_rows(workspace_state(workspace, now))["delivered"]
     workspace.publication.publish(NEW)
     deliver(workspace, place)
@@ -249,7 +246,7 @@ def test_a_place_of_another_workspace_stays_as_it_is(workspace, place, tmp_path)
         for command in (partial(deliver, force=True), forget_delivered, partial(remove_delivered, run_ids=[OLD])):
             with pytest.raises(WorkspaceError, match=f"has run {OLD}, which is not of this workspace"):
                 command(other, place)
-        assert there(place) == before and known_places(other.root) == set()
+        assert there(place) == before and deliveries(other.root) == {}
     shutil.rmtree(workspace.run(NEW).root)
     Destination.at(place).deliver(other.run(NEW))
     with pytest.raises(WorkspaceError, match=f"has run {NEW}, which is not of this workspace"):

@@ -21,7 +21,7 @@ from laserbatch.pipeline.encoding.schema import feature_schema, moments
 from laserbatch.pipeline.errors import ConfigError, WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage import lake
-from laserbatch.pipeline.storage.delivery import last_deliveries
+from laserbatch.pipeline.storage.delivery import deliveries
 from laserbatch.pipeline.storage.lake import LakeTables
 from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
@@ -147,7 +147,7 @@ def test_each_run_is_there_once_however_often_it_is_delivered(workspace, place):
     deliver(workspace, f"{place}/")
     deliver(workspace, place)
     assert seen(place, workspace) == NEW and num_rows(place) == {"user": 10, "item": 10}
-    assert last_deliveries(workspace.root)[0]["run_id"] == NEW
+    assert deliveries(workspace.root)[place]["run_id"] == NEW
     workspace.publication.roll_back()
     deliver(workspace, place)
     assert seen(place, workspace) == OLD and num_rows(place) == {"user": 10, "item": 10}
