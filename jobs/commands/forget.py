@@ -23,11 +23,10 @@ from laserbatch.jobs.settings import CONFIG, DRY_RUN, JSON, WORKSPACE, Settings,
 from laserbatch.jobs.stages.publishing import delivery_uri, draw_report, forget_delivered
 from laserbatch.pipeline.errors import LaserbatchError, WorkspaceError
 from laserbatch.pipeline.sides import SIDES, Side
-from laserbatch.pipeline.storage import forgetting
 from laserbatch.pipeline.storage.atomic import remove_folder, remove_leftovers, write_text
 from laserbatch.pipeline.storage.damage import unless_damaged
 from laserbatch.pipeline.storage.delivery import deliveries
-from laserbatch.pipeline.storage.forgetting import RECEIPTS, Ids, forget_in_run, is_of, rows_of
+from laserbatch.pipeline.storage.forgetting import RECEIPTS, Ids, forget_in_run, is_of, leave_clusters, rows_of
 from laserbatch.pipeline.storage.lock import hold_lock
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.scratch import remove_dead_scratch
@@ -183,7 +182,9 @@ def _remove(workspace: Workspace, settings: Settings, requested: Ids, receipt: R
     for name in receipt.removed_experiments:
         if (folder := workspace.experiment(name)).is_dir():
             remove_folder(folder)
-    _leave_inherited_clusters(runs, requested, receipt)
+    holders = [runs[name] for name in receipt.rows.keys() & runs.keys()]
+    whole = [run for run in reversed(runs.values()) if run.is_finished or run.is_held]
+    leave_clusters(whole, holders, requested)
     names_one = _finder(requested)
     for run in runs.values():  # events may name entities without a row in the run
         _forget_in_events(run.events_path, names_one)
@@ -211,17 +212,6 @@ def _remove(workspace: Workspace, settings: Settings, requested: Ids, receipt: R
         receipt.delivered |= forget_delivered(other, delivery_uri(other, settings.deliver_to))
     receipt.is_done = True
     receipt.save()
-
-
-def _leave_inherited_clusters(runs: Mapping[str, RunFolder], requested: Ids, receipt: Receipt) -> None:
-    """Remove the entities' vectors from codebooks of other runs, before the rows with these vectors are removed."""
-    of_their_own: dict[Side, set[bytes]] = {side: set() for side in SIDES}
-    for name in receipt.rows.keys() & runs.keys():
-        for side, vectors in forgetting.vectors_of_their_own(runs[name], requested).items():
-            of_their_own[side] |= vectors
-    for name, run in runs.items():
-        if name not in receipt.rows and (run.is_finished or run.is_held):
-            forgetting.leave_inherited_clusters(run, of_their_own)
 
 
 def _rebuilt(settings: Settings, name: str, requested: Ids) -> bool:

@@ -5,9 +5,10 @@ the same bytes. The entity of a row is in `user_id` or `item_id`, or in `entity_
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -147,23 +148,23 @@ def _take_rows_out(path: Path, root: Path, ids: Ids) -> None:
     write_parquet((remaining(batch) for batch in iter_parquet(path)), path, pq.read_schema(path))
 
 
-def vectors_of_their_own(run: RunFolder, ids: Ids) -> dict[Side, set[bytes]]:
-    """The centroids, as float32 bytes, whose codes only these entities have."""
-    vectors: dict[Side, set[bytes]] = {}
-    for side in SIDES:
-        if ids[side] and (read := _Codebook.read(run, side)) is not None:
+def leave_clusters(newest_first: Sequence[RunFolder], holders: Iterable[RunFolder], ids: Ids) -> None:
+    """Move centroids that only these entities had in one of the `holders` out of reach, in the codebooks of all runs.
+
+    Call it before their rows are removed. A later run takes over the codebook, and there other entities may have the
+    same code. If this is killed, the earlier runs, which come last, still show which centroids these are.
+    """
+    vectors: dict[Side, set[bytes]] = {side: set() for side in SIDES if ids[side]}
+    for run, side in product(holders, vectors):
+        if (read := _Codebook.read(run, side)) is not None:
             is_their_own = read.has_code(ids[side]) & ~read.has_code(ids[side], of_others=True)
-            vectors[side] = {vector.tobytes() for vector in read.values[is_their_own]}
-    return vectors
-
-
-def leave_inherited_clusters(run: RunFolder, vectors: Mapping[Side, set[bytes]]) -> None:
-    """Move centroids with these vectors out of reach, in a run whose codebook continues that of an earlier run."""
-    for side, known in vectors.items():
-        for folder in (run, run.plain) if known else ():
-            if (read := _Codebook.read(folder, side)) is not None:
-                read.move(np.array([row.tobytes() in known for row in read.values]))
-    _sum_centroids(run, [side for side, known in vectors.items() if known])
+            vectors[side] |= {vector.tobytes() for vector in read.values[is_their_own]}
+    for run in newest_first:
+        for side, known in vectors.items():
+            for folder in (run, run.plain) if known else ():
+                if (read := _Codebook.read(folder, side)) is not None:
+                    read.move(np.array([row.tobytes() in known for row in read.values]))
+        _sum_centroids(run, [side for side, known in vectors.items() if known])
 
 
 @dataclass(frozen=True)

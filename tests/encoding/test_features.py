@@ -23,7 +23,7 @@ from laserbatch.pipeline.encoding.text_parts import LocalEncoder, TextPart
 from laserbatch.pipeline.errors import WorkspaceError
 from laserbatch.pipeline.storage import parquet
 from laserbatch.pipeline.storage.figures import FeatureFigures
-from laserbatch.pipeline.storage.forgetting import leave_inherited_clusters, vectors_of_their_own
+from laserbatch.pipeline.storage.forgetting import leave_clusters
 from laserbatch.pipeline.storage.parquet import read_parquet, write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 
@@ -238,24 +238,23 @@ def test_vectors_and_clusters_of_carried_over_texts_are_taken_over_and_equal_enc
     assert encode_run(new.root, settings, previous=old)["user"].num_encoded == 0
 
 
-def test_what_only_one_entity_had_leaves_a_codebook_that_a_later_run_took_over_without_it(tiny_encoder, tmp_path):
+def test_what_only_one_entity_had_leaves_all_codebooks_even_where_others_joined_it(tiny_encoder, tmp_path):
     settings = EncodingSettings(encoder=tiny_encoder, num_clusters=3)
-    old, new = RunFolder(tmp_path / "old"), RunFolder(tmp_path / "new")
-    knowledge = knowledge_of(["u1", "u2", "u3"], ["a storm", "quiet", "loud radio"])
-    write_parquet(knowledge, old.root / "knowledge/user/00000.parquet")
-    manifest = manifest_of(old.manifest_path, datetime.date(2025, 3, 1))
-    manifest.features = encode_run(old.root, settings)
-    manifest.save()
-    write_parquet(knowledge[1:], new.root / "knowledge/user/carried.parquet")
-    encode_run(new.root, settings, previous=old)
-    before = old.centroids_path("user").read_bytes()
-    assert new.centroids_path("user").read_bytes() == before
-    leave_inherited_clusters(new, vectors_of_their_own(old, {"user": frozenset({"u1"}), "item": frozenset()}))
+    old, joined, without = runs = [RunFolder(tmp_path / name) for name in ("old", "joined", "without")]
+    knowledge = knowledge_of(["u1", "u2", "u3", "u4"], ["a storm", "quiet", "loud radio", "a storm"])
+    for run, rows in ((old, knowledge[:3]), (joined, knowledge), (without, knowledge[1:3])):
+        write_parquet(rows, run.root / "knowledge/user/00000.parquet")
+        manifest = manifest_of(run.manifest_path, datetime.date(2025, 3, 1))
+        manifest.features = encode_run(run.root, settings, previous=None if run is old else old)
+        manifest.save()
+    assert len({run.centroids_path("user").read_bytes() for run in runs}) == 1
+    leave_clusters([without, joined, old], [joined, old], {"user": frozenset({"u1"}), "item": frozenset()})
     table = table_of(old)
-    kept = np.stack(read_parquet(new.centroids_path("user"))["vector"].to_pylist())
-    distance = {name: np.abs(kept - np.array(row["vector"])).max(axis=1).min() for name, row in table.items()}
-    assert distance["u1"] > 1e-3 > max(distance["u2"], distance["u3"])
-    assert old.centroids_path("user").read_bytes() == before
+    for run in runs:
+        kept = np.stack(read_parquet(run.centroids_path("user"))["vector"].to_pylist())
+        distance = {name: np.abs(kept - np.array(row["vector"])).max(axis=1).min() for name, row in table.items()}
+        assert distance["u1"] > 1e-3 > max(distance["u2"], distance["u3"]), run
+        run.require_centroids("user", run.load_manifest().features["user"])
 
 
 def table_of(run):
