@@ -49,7 +49,7 @@ def hand_out(
     `run_shards` describes `choose` and `on_first_text`. `check` is called with each finished shard; its errors end
     the work. `expected_tokens` per text, if known, lets `status` estimate the remaining time.
     """
-    abandoned, num_done, num_rows = [], 0, sum(shard.num_rows for shard in pending)
+    abandoned, has_begun, num_rows = [], False, sum(shard.num_rows for shard in pending)
     folder = RunFolder(worker_pool.spec.run_dir)
     say(f"{label}: {counted(num_rows, 'row')} to write in {counted(len(pending), 'shard')}")
     emit_begin(label, folder, pending, finished, expected_tokens)
@@ -65,12 +65,12 @@ def hand_out(
                 bar.advance(outcome.shard.num_rows)
                 continue
             shard, record = outcome
-            if not num_done:  # workers loaded the model, and one may have measured, before they wrote
+            if not has_begun:  # workers loaded the model, and one may have measured, before they wrote
                 bar.begin(record.written_by.stats.wall_s)
+                has_begun = True
             finished[shard.side][shard.name] = record
-            num_done += shard.num_rows
             counts = shard_counts(record, folder.shards(shard.side))
-            emit("shard_done", **_named(shard), **counts, done=num_done, total=num_rows)
+            emit("shard_done", **_named(shard), **counts)
             pace = record.written_by.stats.tokens_per_step
             bar.advance(shard.num_rows, "" if pace is None else f"{pace:.1f} tokens/step")
             check(shard)

@@ -91,7 +91,7 @@ def test_status_tells_of_a_run_under_way_of_one_that_died_and_of_one_that_failed
     with night.workspace.lock(), recorded(night.manifest):
         emit("stage_begin", stage="generate")
         emit("progress", of="generate", done=0, total=40)
-        emit("shard_done", side="user", shard="00000", rows=10, done=10, total=40)
+        emit("progress", of="generate", done=10, total=40)
         state = workspace_state(night.workspace, now)
         assert state["lock"]["holder"] == f"pid {os.getpid()} on {socket.gethostname()}"
     assert (state["state"], state["run"]["stage"]) == ("running", "generate")

@@ -36,7 +36,6 @@ def begun(done=NONE_DONE, shards=4, rows=40, **expected_tokens: float) -> dict:
 def shard_done(**facts) -> dict:
     """The event of a shard that one of two workers wrote in 10 s."""
     counts = {"rows": 10, "tokens": 1000, "accepted": 600, "steps": 400, "seconds": 10.0, "workers": 2}
-    counts |= {"done": 10, "total": 40}
     failed = {"quarantined": 1, "reasons": {"too-long": 1}}
     return {"event": "shard_done", "side": "user"} | failed | counts | facts
 
