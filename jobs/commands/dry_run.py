@@ -15,9 +15,8 @@ from laserbatch.jobs.settings import Settings
 from laserbatch.jobs.stages.attempt import newest_attempt
 from laserbatch.jobs.stages.budgets import last_speed
 from laserbatch.jobs.stages.inputs import checked_inputs
-from laserbatch.jobs.stages.night import Night, leave_lost_pools, new_night, say_other_prompts
+from laserbatch.jobs.stages.night import Night, leave_lost_pools, means, new_night, say_other_prompts
 from laserbatch.jobs.stages.night_plans import plan_night, predicted_cost
-from laserbatch.jobs.stages.variants import means
 from laserbatch.pipeline.knowledge.prompts import changed_parts
 from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge

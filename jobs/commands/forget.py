@@ -308,7 +308,10 @@ def _warn(
             "these users' texts are written again"
         )
     say("temporary folders of killed processes are removed on this machine only")
-    say("copies elsewhere (exports, backups, snapshots, object versions in a bucket, trained models) are not removed")
+    say(
+        "copies elsewhere (exports, backups, snapshots, object versions in a bucket, trained models, files of "
+        "batches at a provider) are not removed"
+    )
     say("errors that name ids may also be in logs of schedulers and in notifications; they are not removed there")
     for place in not_reached:
         say(
