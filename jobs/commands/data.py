@@ -13,9 +13,9 @@ from laserbatch.pipeline.sample.world import write_sample_world
 from laserbatch.pipeline.storage.atomic import TEMPORARY_SUFFIX, atomic_folder, folders_beside
 from laserbatch.pipeline.tables.findings import count_faults
 from laserbatch.pipeline.tables.mapping import import_mapped, load_mapping
+from laserbatch.pipeline.tables.parts import require_only_tables
 from laserbatch.pipeline.tables.personal import personal_data
 from laserbatch.pipeline.tables.read import describe, find_exact_copies
-from laserbatch.pipeline.tables.schema import require_only_tables
 from laserbatch.pipeline.tables.source import list_source
 from laserbatch.pipeline.tables.streamed import open_tables
 

@@ -31,7 +31,8 @@ from laserbatch.pipeline.storage.lock import hold_lock
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.scratch import remove_dead_scratch
 from laserbatch.pipeline.storage.workspace import EXPERIMENTS, Workspace
-from laserbatch.pipeline.tables.schema import TABLE_NAMES, tables_folder
+from laserbatch.pipeline.tables.parts import tables_folder
+from laserbatch.pipeline.tables.schema import TABLE_NAMES
 from laserbatch.pipeline.tables.streamed import iter_column
 from laserbatch.retrieval_pools.index.store import PoolStore
 

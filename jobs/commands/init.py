@@ -32,8 +32,9 @@ from laserbatch.pipeline.storage.uris import is_uri
 from laserbatch.pipeline.tables.findings import count_faults
 from laserbatch.pipeline.tables.guess import guess_mapping, read_sources, yaml_line
 from laserbatch.pipeline.tables.guessed_columns import SourceTable, kinds_of
+from laserbatch.pipeline.tables.parts import table_parts
 from laserbatch.pipeline.tables.personal import personal_data
-from laserbatch.pipeline.tables.schema import ID_COLUMNS, REQUIRED_COLUMNS, id_type, table_parts
+from laserbatch.pipeline.tables.schema import ID_COLUMNS, REQUIRED_COLUMNS, id_type
 from laserbatch.pipeline.tables.streamed import open_tables
 
 Guessed = tuple[Any, str]  # a value of an option, and the reason for it
@@ -146,7 +147,7 @@ def _named(out: Path) -> str:
 
 
 def _first_rows(tables: str, name: str) -> pa.Table | None:
-    first = next(table_parts(tables, name)[0].open().iter_batches(ROWS_SEEN), None)
+    first = next(table_parts(tables, name)[0].batches(batch_size=ROWS_SEEN), None)
     return None if first is None else pa.Table.from_batches([first])
 
 
@@ -241,7 +242,7 @@ def _paths(mapping: Mapping[str, Any]) -> list[str]:
 def _is_in_schema(folder: str) -> bool:
     """Whether the tables have their required columns, and ids have the same type in both tables that hold them."""
     try:
-        schemas = {name: table_parts(folder, name)[0].schema() for name in REQUIRED_COLUMNS}
+        schemas = {name: table_parts(folder, name)[0].schema for name in REQUIRED_COLUMNS}
     except TableError:
         return False
     if not all(set(columns) <= set(schemas[name].names) for name, columns in REQUIRED_COLUMNS.items()):

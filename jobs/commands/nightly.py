@@ -26,8 +26,8 @@ from laserbatch.pipeline.storage.figures import SideFigures
 from laserbatch.pipeline.storage.manifest import LEFT_OUT, RunManifest
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import Workspace
+from laserbatch.pipeline.tables.parts import require_only_tables
 from laserbatch.pipeline.tables.read import describe
-from laserbatch.pipeline.tables.schema import require_only_tables
 
 NUM_ASKED = 40  # ratings of each user after the last night, on which the CTR models are judged
 DEMO_SEED = 7  # neither the sample model was trained nor a CTR setting chosen on the world of this seed

@@ -31,8 +31,8 @@ from laserbatch.pipeline.storage.scratch import ScratchFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.part_columns import read_table
+from laserbatch.pipeline.tables.parts import tables_folder
 from laserbatch.pipeline.tables.read import Tables, read_tables
-from laserbatch.pipeline.tables.schema import tables_folder
 from laserbatch.retrieval_pools.step_cost import StepCost
 
 # Underlines differ too, so that spans differ without colours. The model's own tokens are not marked.

@@ -43,6 +43,7 @@ from laserbatch.pipeline.tables import schema as sc
 from laserbatch.pipeline.tables.check import check_tables, require_sound
 from laserbatch.pipeline.tables.findings import Finding
 from laserbatch.pipeline.tables.log import only_chunk
+from laserbatch.pipeline.tables.parts import table_parts
 from laserbatch.pipeline.tables.read import Tables, describe, read_tables
 from laserbatch.pipeline.validation import line_of, nearest
 from laserbatch.retrieval_pools.routing.embeddings import id_column, read_embeddings
@@ -215,7 +216,7 @@ def check_inputs(path: Path | str, settings: Settings, logged_ids: LoggedIds | N
 
 
 def _attributes_of(path: Path | str, table: str) -> list[str]:
-    return sc.attribute_columns(sc.table_parts(path, table)[0].schema(), table)
+    return sc.attribute_columns(table_parts(path, table)[0].schema, table)
 
 
 def require_template_columns(path: Path | str, settings: Settings, side: Side) -> None:

@@ -18,7 +18,8 @@ import pyarrow.parquet as pq
 
 from laserbatch.pipeline.sample import lore
 from laserbatch.pipeline.sample.catalogue import Catalogue, WeightedGroups, make_catalogue
-from laserbatch.pipeline.tables.schema import table_parts, timestamps
+from laserbatch.pipeline.tables.parts import table_parts
+from laserbatch.pipeline.tables.schema import timestamps
 
 LAST_DATE = datetime.date(2025, 3, 1)  # the last day of the period; the future begins after it
 USERS_PER_CHUNK = 20_000
@@ -84,7 +85,7 @@ def is_sample_world(folder: Path | str) -> bool:
     """Whether users and items have exactly the columns of a sample world, which the bundled model can write about."""
     items = {"item_id", "title", "category", "creator", "era", "mood", "created_at"}
     expected = {"users": {"user_id", "region", "age_band", "about", "created_at"}, "items": items}
-    return all(set(table_parts(folder, name)[0].schema().names) == names for name, names in expected.items())
+    return all(set(table_parts(folder, name)[0].schema.names) == names for name, names in expected.items())
 
 
 @dataclass(frozen=True)

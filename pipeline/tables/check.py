@@ -6,7 +6,7 @@ for values and columns, this module the rules between rows, files and tables. No
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +17,10 @@ import pyarrow.types as pt
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.tables import schema as sc
 from laserbatch.pipeline.tables.columns import ATTRIBUTE, CREATED, ID, RATING_OF_EVENT, TIME, role_of, schema_findings
-from laserbatch.pipeline.tables.findings import FaultyTable, Finding, Findings, count_faults, unreadable
+from laserbatch.pipeline.tables.findings import FaultyTable, Finding, Findings, count_faults
 from laserbatch.pipeline.tables.layout import name_left_out
-from laserbatch.pipeline.tables.parts import PartFile, typed_parts
-from laserbatch.pipeline.tables.times import in_unit, integer_times
+from laserbatch.pipeline.tables.parts import TablePart, list_table, tables_folder, typed_parts
+from laserbatch.pipeline.tables.times import infer_units
 from laserbatch.retrieval_pools.ids import IdCodes
 
 BATCH_ROWS = 256 * 1024
@@ -44,7 +44,7 @@ def check_tables(
         is faulty or unknown.
     """
     try:
-        path, findings = sc.tables_folder(path), Findings()
+        path, findings = tables_folder(path), Findings()
     except FaultyTable as error:
         return [error.finding]
     known_ids = {table: _check_entities(path, table, findings, max_failed_share) for table in sc.ID_COLUMNS}
@@ -66,11 +66,9 @@ def require_sound(findings: list[Finding], path: Path | str) -> None:
 class _Part:
     """One file of a table. `usable`: its columns of an accepted type; none for a file that cannot be read."""
 
-    table: str
-    name: str
-    file: PartFile | None = None
-    usable: Mapping[str, pa.DataType] = field(default_factory=dict)
-    units: Mapping[str, str] = field(default_factory=dict)  # by column, of integer times other than seconds
+    file: TablePart
+    num_rows: int
+    usable: Mapping[str, pa.DataType]
 
 
 def _check_entities(path: Path, table: str, findings: Findings, max_failed_share: float) -> IdCodes | None:
@@ -90,10 +88,10 @@ def _check_entities(path: Path, table: str, findings: Findings, max_failed_share
             highest = np.maximum.accumulate(np.concatenate([[num_before - 1], codes]))[:-1]
             rows = np.flatnonzero((codes >= 0) & (codes <= highest))
             finding = Finding("duplicate-id", table, "the id is there already:", "each id once",
-                              "remove or merge the rows", id_column, part.name)  # fmt: skip
+                              "remove or merge the rows", id_column, part.file.name)  # fmt: skip
             if len(rows):
                 repeated.append((finding, rows, first_row, ids))
-    num_rows = sum(part.file.metadata.num_rows for part in parts if part.file is not None)
+    num_rows = sum(part.num_rows for part in parts)
     findings.stop_where("null-title", max_failed_share * num_rows)
     for of_batch in repeated:
         findings.add_rows(*of_batch)
@@ -115,9 +113,8 @@ def _check_interactions(
     }  # fmt: skip
     num_rows = 0
     for part in _open_parts(path, "interactions", findings):
-        if part.file is not None:
-            num_rows += part.file.metadata.num_rows
-            is_rated = "rating" in part.file.schema_arrow.names
+        num_rows += part.num_rows
+        is_rated = "rating" in part.file.schema.names if part.usable else is_rated
         comparable: dict[str, tuple[str, IdCodes]] = {}  # column of interactions -> its entity table and its ids
         for table, column in sc.ID_COLUMNS.items():
             if (ids_of_table := known_ids[table]) is None or column not in part.usable:
@@ -127,7 +124,7 @@ def _check_interactions(
                 continue
             found = f"the column is of type {kind}, but {table}.{column} is of type {ids_of_table.kind}"
             advice = "write ids of one type, or set `ids` in the mapping of `laserbatch data import`"
-            findings.add(Finding("types-differ", "interactions", found, "one type", advice, column, part.name))
+            findings.add(Finding("types-differ", "interactions", found, "one type", advice, column, part.file.name))
         for first_row, batch in _checked_batches(part, findings, sound):
             for column, (table, ids_of_table) in comparable.items():
                 if column in sound:
@@ -136,8 +133,8 @@ def _check_interactions(
                 rows = np.flatnonzero(values.is_valid().to_numpy(False) & (ids_of_table.find(values) < 0))
                 found = f"{table} has no such {column}:"
                 advice = f"runs leave such rows out, if they are at most half; add the id to {table}, or drop the row"
-                finding = Finding("unknown-entity", "interactions", found, listed[table], advice, column, part.name,
-                                  is_warning=True)  # fmt: skip
+                finding = Finding("unknown-entity", "interactions", found, listed[table], advice, column,
+                                  part.file.name, is_warning=True)  # fmt: skip
                 findings.add_rows(finding, rows, first_row, values)
             if "rating" in part.usable:
                 extremes = pc.min_max(batch["rating"].cast(pa.float64(), safe=False)).as_py()
@@ -175,41 +172,39 @@ def _check_classes(lowest: float, highest: float, is_rated: bool, positive_ratin
 def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
     """Open a table's files, and add findings about their schemas."""
     try:
-        listing = sc.list_table(path, table)
+        listing = list_table(path, table)
     except FaultyTable as error:
         findings.add(error.finding)
         return
     for sentence in name_left_out(listing.left_out):
         expected, advice = "only Parquet files with rows", "move them away, or write them like the other files"
         findings.add(Finding("left-out", table, sentence, expected, advice, is_warning=True))
-    files: dict[str, PartFile | None] = {}
-    for part in typed_parts(listing.files, table):
-        name = part.name_in(path)
+    files = typed_parts(listing.files, table, root=path)
+    findings.add(*infer_units(files))
+    seen, has_rows = _SeenColumns(table), False
+    for file in files:
         try:
-            with part.open() as file:  # closed at once: a process may not open as many files as a table has
-                files[name] = file
-        except (pa.ArrowException, OSError) as error:
-            findings.add(unreadable(table, name, error))
-            files[name] = None
-    units, time_findings = integer_times(table, list(filter(None, files.values())))
-    findings.add(*time_findings)
-    seen = _SeenColumns(table)
-    for name, file in files.items():
-        faults = [] if file is None else schema_findings(table, name, file.schema_arrow)
-        findings.add(*faults)
-        if file is None or any(fault.kind == "duplicate-column" for fault in faults):
-            yield _Part(table, name)
+            schema, num_rows = file.schema, file.metadata.num_rows
+        except FaultyTable as error:
+            findings.add(error.finding)
+            yield _Part(file, 0, {})
+            has_rows = True  # perhaps
             continue
-        for column in filter(sc.is_unnamed, file.schema_arrow.names if table in sc.ID_COLUMNS else ()):
+        has_rows |= num_rows > 0
+        faults = schema_findings(table, file.name, schema)
+        findings.add(*faults)
+        if any(fault.kind == "duplicate-column" for fault in faults):
+            yield _Part(file, num_rows, {})
+            continue
+        for column in filter(sc.is_unnamed, schema.names if table in sc.ID_COLUMNS else ()):
             found = "the column has no name, like row numbers that pandas writes, and is not read"
             advice = "name it, or drop it"
-            findings.add(Finding("unnamed", table, found, "a name", advice, column, name, is_warning=True))
-        read = [field for field in file.schema_arrow if role_of(table, field.name) is not None]
-        findings.add(*seen.differences(name, {field.name: _compared_type(table, field) for field in read}))
+            findings.add(Finding("unnamed", table, found, "a name", advice, column, file.name, is_warning=True))
+        read = [field for field in schema if role_of(table, field.name) is not None]
+        findings.add(*seen.differences(file.name, {field.name: _compared_type(table, field) for field in read}))
         faulty = {fault.column for fault in faults}
-        usable = {field.name: field.type for field in file.schema_arrow if field.name not in faulty}
-        yield _Part(table, name, file, usable, units)
-    if not any(file is None or file.metadata.num_rows for file in files.values()):
+        yield _Part(file, num_rows, {field.name: field.type for field in schema if field.name not in faulty})
+    if not has_rows:
         findings.add(Finding("empty-table", table, "the table has no rows", "at least one", "write the table again"))
 
 
@@ -250,32 +245,26 @@ def _checked_batches(
 
     Damage to the file that shows only now becomes a finding.
     """
-    if part.file is None:
-        return
-    columns, first_row = [], 0
+    columns, first_row, table = [], 0, part.file.table
     for name, kind in part.usable.items():
-        role = role_of(part.table, name)
+        role = role_of(table, name)
         is_ruled = role is not ATTRIBUTE or not (pt.is_integer(kind) or pt.is_boolean(kind) or pt.is_decimal(kind))
         if role is not None and (is_ruled or name in part.file.doubled) and name not in sound:
             columns.append(name)
     if not columns:
         return
     try:
-        with part.file.reopened() as file:
-            for batch in file.iter_batches(BATCH_ROWS, columns=columns):
-                values = {name: _decoded(batch.column(name)) for name in batch.schema.names}
-                values |= {name: in_unit(values[name], unit) for name, unit in part.units.items() if name in values}
-                for column, array in values.items():
-                    role = RATING_OF_EVENT if column == "rating" and "event" in values else role_of(part.table, column)
-                    assert role is not None
-                    for rule in role.rules:
-                        rule.check(part.table, column, part.name, first_row, array, findings)
-                yield first_row, values
-                first_row += batch.num_rows
-    except FaultyTable as error:
+        for batch in part.file.batches(columns, BATCH_ROWS):
+            values = {name: _decoded(batch.column(name)) for name in batch.schema.names}
+            for column, array in values.items():
+                role = RATING_OF_EVENT if column == "rating" and "event" in values else role_of(table, column)
+                assert role is not None
+                for rule in role.rules:
+                    rule.check(table, column, part.file.name, first_row, array, findings)
+            yield first_row, values
+            first_row += batch.num_rows
+    except FaultyTable as error:  # damage to the file that shows only now
         findings.add(error.finding)
-    except (pa.ArrowException, OSError) as error:  # damage to the file that shows only now
-        findings.add(unreadable(part.table, part.name, error))
 
 
 def _decoded(column: pa.Array) -> pa.Array:

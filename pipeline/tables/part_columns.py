@@ -1,22 +1,19 @@
 """The columns of a table's files in plain types, without the rows of entities created after a day."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.tables import columns as roles
-from laserbatch.pipeline.tables.fetched import shown_path
-from laserbatch.pipeline.tables.findings import FaultyTable, Finding, Findings, unreadable
-from laserbatch.pipeline.tables.parts import BATCH_ROWS, TablePart
-from laserbatch.pipeline.tables.schema import CREATED_AT, table_parts, time_scalar, widened
-from laserbatch.pipeline.tables.times import in_unit, require_units
+from laserbatch.pipeline.tables.findings import FaultyTable, Finding, Findings
+from laserbatch.pipeline.tables.parts import TablePart, table_parts
+from laserbatch.pipeline.tables.schema import CREATED_AT, time_scalar, widened
+from laserbatch.pipeline.tables.times import require_units
 from laserbatch.retrieval_pools.ids import MAX_BYTES
 from laserbatch.retrieval_pools.mapped import MappedFiles
 
@@ -25,80 +22,48 @@ MAX_BLOCKS = 64  # of columns that are read together; each is a mapped file, and
 MIN_VALUE_BYTES = 16  # of a value in memory, whose encoded form may be smaller
 
 
-@dataclass(frozen=True)
-class OpenPart:
-    """A file of a table. `mask`: the rows that `read` reads; None: all."""
-
-    file: TablePart
-    metadata: pq.FileMetaData
-    schema: pa.Schema
-    units: dict[str, str]  # by column, of integer times other than seconds
-    mask: pa.Array | None = None
-
-    def read(self, names: Sequence[str]) -> dict[str, pa.ChunkedArray]:
-        """The rows of columns that are read, with times in their unit; nulls if the file does not have the column."""
-        num_rows, columns = self.metadata.num_rows if self.mask is None else self.mask.true_count, {}
-        with self.file.open(self.metadata) as opened:
-            for name in names:
-                if self.schema.get_field_index(name) < 0:
-                    columns[name] = pa.chunked_array([pa.nulls(num_rows)])
-                    continue
-                values = in_unit(opened.read(name), self.units.get(name, "s"))
-                columns[name] = values if self.mask is None else values.filter(self.mask)
-        return columns
-
-    def batches(self, names: Collection[str], batch_size: int = BATCH_ROWS) -> Iterator[dict[str, pa.Array]]:
-        """All rows of the file, whatever the mask, with the columns in `names` that it has."""
-        with self.file.open(self.metadata) as opened:
-            for batch in opened.iter_batches(batch_size, columns=[name for name in names if name in self.schema.names]):
-                yield {name: in_unit(batch[name], self.units.get(name, "s")) for name in batch.schema.names}
-
-
-def open_parts(path: Path, table: str, note: Callable[[Finding], object] = lambda finding: None) -> list[OpenPart]:
-    """Open the files of a table; `note` as in `require_units`. Raises FaultyTable for a schema with faults."""
-    parts, files, units = [], [], {}
-    for part in table_parts(path, table):
-        with naming_file(table, part.path), part.open() as file:
-            parts.append(OpenPart(part, file.metadata, file.schema_arrow, units))
-            files.append(file)
-            for finding in roles.schema_findings(table, shown_path(part.path), file.schema_arrow):
-                raise FaultyTable(finding)
-    units |= require_units(table, files, note)
+def open_parts(path: Path, table: str, note: Callable[[Finding], object] = lambda finding: None) -> list[TablePart]:
+    """The files of a table, with their units; `note` as in `require_units`. Raises FaultyTable for a faulty schema."""
+    parts = table_parts(path, table)
+    for part in parts:
+        for finding in roles.schema_findings(table, part.name, part.schema):
+            raise FaultyTable(finding)
+    require_units(parts, note)
     return parts
 
 
-def names_in(parts: list[OpenPart], is_read: Callable[[str], bool]) -> list[str]:
+def names_in(parts: Sequence[TablePart], is_read: Callable[[str], bool]) -> list[str]:
     """Names of columns that `is_read` accepts and any of the files has, each once."""
     return list(dict.fromkeys(name for part in parts for name in part.schema.names if is_read(name)))
 
 
-def _cut(part: OpenPart, table: str, cutoff: pa.Scalar | None) -> OpenPart:
-    """A file of users or items, without the rows created at or after `cutoff`."""
+def _created_before(part: TablePart, cutoff: pa.Scalar | None) -> pa.Array | None:
+    """The rows of a file of users or items that were created before `cutoff`, as a mask; None if all were."""
     if cutoff is None or CREATED_AT not in part.schema.names or pt.is_null(part.schema.field(CREATED_AT).type):
-        return part
-    with naming_file(table, part.file.path):
-        times = part.read([CREATED_AT])[CREATED_AT]
-        require_times(table, part, CREATED_AT, times)
+        return None
+    times = part.read([CREATED_AT])[CREATED_AT]
+    require_times(part, CREATED_AT, times)
+    with part.naming_errors():
         is_read = pc.fill_null(pc.less(times, time_scalar(cutoff, times.type)), True)
-        return part if pc.all(is_read, min_count=0).as_py() else replace(part, mask=is_read.combine_chunks())
+        return None if pc.all(is_read, min_count=0).as_py() else is_read.combine_chunks()
 
 
-def require_times(table: str, part: OpenPart, column: str, values: pa.ChunkedArray | pa.Array) -> None:
+def require_times(part: TablePart, column: str, values: pa.ChunkedArray | pa.Array) -> None:
     """Refuse times out of range, before the cut by date drops or keeps their rows."""
     if pt.is_null(values.type):
         return
     ends = pc.min_max(values)
     if pc.any(roles.out_of_range(pa.array([ends["min"], ends["max"]], values.type))).as_py():
-        findings, of_file = Findings(), replace(part, mask=None).read([column])[column]
+        findings, of_file = Findings(), part.read([column])[column]
         for rule in roles.IN_RANGE:
-            rule.check(table, column, shown_path(part.file.path), 0, of_file.combine_chunks(), findings)
+            rule.check(part.table, column, part.name, 0, of_file.combine_chunks(), findings)
         raise FaultyTable(findings.to_list()[0])
 
 
-def read_columns(parts: list[OpenPart], table: str, names: Sequence[str]) -> pa.Table:
-    """Some columns of all files in their plain types; text if no file has a value."""
-    of_parts = [_read_part(part, table, names) for part in parts]
-    with files_alike(table):
+def read_columns(parts: Sequence[TablePart], names: Sequence[str], masks: Sequence[pa.Array | None]) -> pa.Table:
+    """Some columns of the rows in each file's mask in their plain types; text if no file has a value."""
+    of_parts = [_read_part(part, names, mask) for part, mask in zip(parts, masks, strict=True)]
+    with files_alike(parts[0].table):
         schema = pa.unify_schemas([part.schema for part in of_parts], promote_options="permissive")
         kinds = schema.types
         of_parts = [pa.table(list(map(widened, part.columns, kinds)), names=list(names)) for part in of_parts]
@@ -108,18 +73,18 @@ def read_columns(parts: list[OpenPart], table: str, names: Sequence[str]) -> pa.
     return pa.table(columns, names=list(names))
 
 
-def _read_part(part: OpenPart, table: str, names: Sequence[str]) -> pa.Table:
-    with naming_file(table, part.file.path):
-        columns = part.read(names)
+def _read_part(part: TablePart, names: Sequence[str], mask: pa.Array | None) -> pa.Table:
+    columns = part.read(names, mask)
+    with part.naming_errors():
         for name, values in columns.items():
-            role = roles.role_of(table, name) or roles.ATTRIBUTE
+            role = roles.role_of(part.table, name) or roles.ATTRIBUTE
             if role in (roles.TIME, roles.CREATED):
-                require_times(table, part, name, values)
+                require_times(part, name, values)
             columns[name] = role.plain(values)
-    return pa.table(columns)
+        return pa.table(columns)
 
 
-def _blocks(parts: list[OpenPart], names: Sequence[str]) -> Iterator[list[str]]:
+def _blocks(parts: Sequence[TablePart], names: Sequence[str]) -> Iterator[list[str]]:
     """Columns that are read together: about `BYTES_AT_ONCE`, or more if there would be more than `MAX_BLOCKS`."""
     num_bytes = dict.fromkeys(names, MIN_VALUE_BYTES * sum(part.metadata.num_rows for part in parts))
     for part in parts:
@@ -155,10 +120,10 @@ def read_table(path: Path, name: str, cutoff: pa.Scalar | None, files: MappedFil
 
     Text of more than 2 GiB in a column is of large strings, or lists of them.
     """
-    parts = [_cut(part, name, cutoff) for part in open_parts(path, name)]
-    columns = {}
+    parts, columns = open_parts(path, name), {}
+    masks = [_created_before(part, cutoff) for part in parts]
     for block in _blocks(parts, names_in(parts, lambda column: roles.role_of(name, column) is not None)):
-        stored = read_columns(parts, name, block).columns
+        stored = read_columns(parts, block, masks).columns
         large = (column.cast(_large(column.type)) if column.nbytes > MAX_BYTES else column for column in stored)
         values = pa.table([column.combine_chunks() for column in large], names=block)
         values = values if files is None else files.table(values)
@@ -172,12 +137,3 @@ def _large(kind: pa.DataType) -> pa.DataType:
     if pt.is_list(kind):
         return pa.list_(_large(kind.value_type))
     return pa.large_string() if pt.is_string(kind) else kind
-
-
-@contextmanager
-def naming_file(table: str, file: Path) -> Iterator[None]:
-    """Turn errors of Arrow or the disk in the block into a FaultyTable that names the file and its table."""
-    try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        raise FaultyTable(unreadable(table, shown_path(file), error)) from None

@@ -8,13 +8,12 @@ import hashlib
 import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError
@@ -25,7 +24,8 @@ from laserbatch.pipeline.tables import part_columns
 from laserbatch.pipeline.tables import schema as sc
 from laserbatch.pipeline.tables.columns import EVENT, ID, TIME, role_of
 from laserbatch.pipeline.tables.database import QUERY_KEY
-from laserbatch.pipeline.tables.part_columns import OpenPart, names_in, naming_file, open_parts
+from laserbatch.pipeline.tables.part_columns import names_in, open_parts
+from laserbatch.pipeline.tables.parts import TablePart, list_table, tables_folder, typed_parts
 from laserbatch.pipeline.tables.personal import personal_data
 from laserbatch.pipeline.tables.schema import id_type
 from laserbatch.retrieval_pools.ids import rows_among
@@ -80,7 +80,7 @@ def read_tables(
     files in the folder `scratch`; None: in memory. Raises TableError if a table or column is missing, has a wrong type,
     or its file cannot be read.
     """
-    path, cutoff = sc.tables_folder(path), None if as_of is None else end_of_day(as_of)
+    path, cutoff = tables_folder(path), None if as_of is None else end_of_day(as_of)
     files = MappedFiles(scratch)
     users, items = (part_columns.read_table(path, table, cutoff, files) for table in ("users", "items"))
     log, logged_ids = _read_log(path, cutoff, files)
@@ -125,7 +125,7 @@ def find_exact_copies(path: Path | str, columns: Collection[str] = ()) -> np.nda
 
     Rows are compared in the columns that `read_tables` reads and in the other columns `columns`.
     """
-    path, memory = sc.tables_folder(path), MappedFiles(None)
+    path, memory = tables_folder(path), MappedFiles(None)
     log, _ = _read_log(path, None, memory, is_numbered=True)
     run_of, num_before = np.full(log.num_rows, -1), 0  # row -> run of rows with the same moment, user and item
     for block in logs.in_order(log.rows(), memory):
@@ -134,12 +134,11 @@ def find_exact_copies(path: Path | str, columns: Collection[str] = ()) -> np.nda
         num_before += len(block["row"])
     is_copy = run_of >= 0
     if is_copy.any():
-        keys, first_row, parts = [run_of[is_copy]], 0, []
-        for part in open_parts(path, "interactions"):
-            rows = slice(first_row, first_row := first_row + part.metadata.num_rows)
-            parts.append(replace(part, mask=pa.array(is_copy[rows])))
+        keys, parts = [run_of[is_copy]], open_parts(path, "interactions")
+        ends = np.cumsum([part.metadata.num_rows for part in parts])[:-1]
+        masks = [pa.array(of_part) for of_part in np.split(is_copy, ends)]
         for name in names_in(parts, lambda name: name in ("event", "rating", *columns)):
-            values = part_columns.read_columns(parts, "interactions", [name])[name].combine_chunks()
+            values = part_columns.read_columns(parts, [name], masks)[name].combine_chunks()
             values = values.dictionary_decode() if pt.is_dictionary(values.type) else values
             if pt.is_nested(values.type):
                 values = pa.array(map(repr, values.to_pylist()))
@@ -161,26 +160,26 @@ def _read_log(
     kinds = log_kinds(parts, names) | ({"row": pa.int64()} if is_numbered else {})
     log = logs.StoredLog(kinds, sum(part.metadata.num_rows for part in parts), files)
     for part in parts:
-        with naming_file("interactions", part.file.path):
+        with part.naming_errors():
             _append(log, part, kinds, cutoff)
     return log, log.sort_ids()
 
 
-def _append(log: logs.StoredLog, part: OpenPart, kinds: dict[str, pa.DataType], cutoff: pa.Scalar | None) -> None:
-    for columns in part.batches(kinds):
-        times = columns["timestamp"]
-        part_columns.require_times("interactions", part, "timestamp", times)
-        columns["row"] = pa.array(np.arange(log.num_rows, log.num_rows + len(times)))
+def _append(log: logs.StoredLog, part: TablePart, kinds: dict[str, pa.DataType], cutoff: pa.Scalar | None) -> None:
+    for batch in part.batches(kinds.keys() - {"row"}):
+        times = batch["timestamp"]
+        part_columns.require_times(part, "timestamp", times)
+        batch = batch.append_column("row", pa.array(np.arange(log.num_rows, log.num_rows + len(times))))
         if cutoff is not None:
             is_read = pc.fill_null(pc.less(times, sc.time_scalar(cutoff, times.type)), False)
             if not pc.all(is_read, min_count=0).as_py():
                 for name in sc.ID_COLUMNS.values():
-                    log.see(name, sc.plain_ids(columns[name].filter(pc.invert(is_read))))
-                columns = {name: values.filter(is_read) for name, values in columns.items()}
-        log.append({name: in_log(columns, name, kind) for name, kind in kinds.items()})
+                    log.see(name, sc.plain_ids(batch[name].filter(pc.invert(is_read))))
+                batch = batch.filter(is_read)
+        log.append({name: in_log(batch, name, kind) for name, kind in kinds.items()})
 
 
-def log_kinds(parts: Sequence[OpenPart], names: Collection[str]) -> dict[str, pa.DataType]:
+def log_kinds(parts: Sequence[TablePart], names: Collection[str]) -> dict[str, pa.DataType]:
     """The plain type of each column of interactions, text for words; null if no file has a value."""
     schemas = [
         pa.schema([(field.name, _plain_kind(field)) for field in part.schema if field.name in names]) for part in parts
@@ -199,12 +198,12 @@ def _plain_kind(field: pa.Field) -> pa.DataType:
     return kind
 
 
-def in_log(columns: dict[str, pa.Array], name: str, kind: pa.DataType) -> pa.Array:
+def in_log(batch: pa.RecordBatch, name: str, kind: pa.DataType) -> pa.Array:
     """A column of a batch in the log's type; nulls if the file does not have it."""
-    if name not in columns:
-        return pa.nulls(len(columns["timestamp"]), kind)
+    if name not in batch.schema.names:
+        return pa.nulls(batch.num_rows, kind)
     role = role_of("interactions", name)
-    values = sc.plain_column(columns[name]) if role is None or role is EVENT else role.plain(columns[name])
+    values = sc.plain_column(batch[name]) if role is None or role is EVENT else role.plain(batch[name])
     with part_columns.files_alike("interactions"):
         return sc.widened(values, kind).cast(kind)
 
@@ -215,20 +214,17 @@ def describe(path: Path | str) -> dict[str, dict]:
     The hash of a file is that of its contents; the hash of a folder covers the names of its files and their hashes. A
     table that an import made from a query also has `database` and `query_sha256`.
     """
-    path, described = sc.tables_folder(path), {}
+    path, described = tables_folder(path), {}
     for name in sc.TABLE_NAMES:
-        parts = sc.table_parts(path, name)
+        parts = typed_parts(list_table(path, name).files, name, root=path)
         num_rows, record = 0, {}
         for part in parts:
-            with naming_file(name, part.path):
-                metadata = pq.read_metadata(part.path)
-                num_rows += metadata.num_rows
-                record |= json.loads((metadata.metadata or {}).get(QUERY_KEY, b"{}"))
-        top, *within = Path(parts[0].name_in(path)).parts
+            num_rows += part.metadata.num_rows
+            record |= json.loads((part.metadata.metadata or {}).get(QUERY_KEY, b"{}"))
+        top, *within = Path(parts[0].name).parts
         sha256 = sha256_file(parts[0].path)
         if within:
-            names = (part.name_in(path).removeprefix(f"{top}/") for part in parts)
-            lines = (f"{sha256_file(part.path)}  {of_part}\n" for part, of_part in zip(parts, names, strict=True))
+            lines = (f"{sha256_file(part.path)}  {part.name.removeprefix(f'{top}/')}\n" for part in parts)
             sha256 = hashlib.sha256("".join(lines).encode()).hexdigest()
         described[name] = record | {"path": top, "num_rows": num_rows, "sha256": sha256}
     return described

@@ -1,4 +1,4 @@
-"""The input schema: which tables there are, their columns, and where their files lie.
+"""The input schema: which tables there are, their columns, and the types in which columns are read.
 
     users         user_id, attributes..., created_at?
     items         item_id, title, attributes..., created_at?
@@ -7,21 +7,15 @@
 Each table is `<name>.parquet` or a folder `<name>/` of Parquet files, also in sub-folders and Hive partitions. Ids are
 strings or integers; an attribute is any scalar column, or a list of strings (a set, or a path such as that of a
 category, broad to narrow). When read, columns take plain types: string, int64 ids, times in UTC, lists of strings.
-`columns.py` defines what a column may hold, `layout.py` what a folder may hold.
+`columns.py` defines what a column may hold, `parts.py` where the files of a table lie.
 """
 
 import re
-from pathlib import Path
 from typing import Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
-
-from laserbatch.pipeline.errors import TableError
-from laserbatch.pipeline.storage.atomic import REPLACED_SUFFIX, folders_beside
-from laserbatch.pipeline.tables import fetched, layout, parts
-from laserbatch.pipeline.tables.findings import FaultyTable, Finding, unreadable
 
 TABLE_NAMES = ("users", "items", "interactions")
 ENTITY_TABLES = {"user": "users", "item": "items"}  # side -> table
@@ -38,64 +32,6 @@ PATH_TYPE = pa.list_(pa.string())
 EARLIEST_S, LATEST_S = -2_208_988_800, 7_258_118_400
 TimeUnit = Literal["s", "ms", "us", "ns"]
 UNITS_PER_SECOND: dict[str, int] = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
-
-
-def tables_folder(path: Path | str) -> Path:
-    """The local folder of tables, or of the local copy of tables at a URI. Raises TableError if it is not there."""
-    path = fetched.local_tables(path, TABLE_NAMES)
-    if not path.is_dir():
-        found = f"{path} is not {'a folder' if path.exists() else 'there'}"
-        expected, advice = "a folder with the tables users, items and interactions", "check the path"
-        if replaced := folders_beside(path, REPLACED_SUFFIX):
-            advice = f"a command that replaced them was killed: give it again, or move {replaced[-1]} to {path}"
-        raise FaultyTable(Finding("missing-table", "tables", found, expected, advice))
-    return path
-
-
-def require_only_tables(folder: Path) -> None:
-    """Refuse to replace a folder that holds anything other than the files of an import, one for each table."""
-    expected = {f"{name}.parquet" for name in TABLE_NAMES}
-    foreign = sorted(path.name for path in folder.iterdir() if path.name not in expected or not path.is_file())
-    if foreign:
-        names = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
-        raise TableError(f"{folder} has {names}, and only tables are replaced. Give another folder, or move them away.")
-
-
-def list_table(root: Path | str, table: str) -> layout.Listing:
-    """The Parquet files of a table (for a URI, of its local copy), and the files of its folder that are left out.
-
-    Raises FaultyTable if there is neither `<table>.parquet` nor a folder `<table>` with Parquet files, or if there are
-    both, and like `list_folder`.
-    """
-    root = fetched.local_tables(root, TABLE_NAMES)
-    file, folder = root / f"{table}.parquet", root / table
-    # Spark and others make a folder named users.parquet.
-    folders = [path for path in (folder, file) if path.is_dir()]
-    others = [root / f"{name}{suffix}" for name in TABLE_NAMES if name != table for suffix in ("", ".parquet")]
-    siblings = [other for other in others if other.is_dir()]
-    try:
-        listings = [layout.list_folder(path, table, siblings=siblings) for path in folders]
-    except OSError as error:
-        raise FaultyTable(unreadable(table, fetched.shown_path(folders[0]), error)) from None
-    with_rows = [layout.Listing([layout.ListedFile(file)], {})] if file.is_file() else []
-    with_rows += [listing for listing in listings if listing.files]
-    if len(with_rows) > 1:
-        found = f"both {fetched.shown_path(file)} and {fetched.shown_path(folder)} exist"
-        raise FaultyTable(Finding("missing-table", table, found, "one of them", "remove the other"))
-    if not with_rows:
-        found = f"{fetched.shown_path(folders[-1])} has no .parquet files" if folders else "the table is missing"
-        if not folders and (near := sorted(path.name for path in root.glob(f"*{table}*"))):
-            found += f"; files with similar names are {', '.join(near)}"
-        found = "; ".join([found, *(text for listing in listings for text in layout.name_left_out(listing.left_out))])
-        at, advice = fetched.shown_path(root / table), "write it there, or make it with `laserbatch data import`"
-        expected = f"{at}.parquet or {at}/*.parquet"
-        raise FaultyTable(Finding("missing-table", table, found, expected, advice))
-    return with_rows[0]
-
-
-def table_parts(root: Path | str, table: str) -> list[parts.TablePart]:
-    """The Parquet files of a table with the columns of their folders. Raises FaultyTable like `list_table`."""
-    return parts.typed_parts(list_table(root, table).files, table)
 
 
 def attribute_columns(schema: pa.Schema, table: str) -> list[str]:
@@ -193,6 +129,13 @@ def timestamps(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array
         column = column.cast(pa.timestamp("ms"))
     # Nanoseconds are cut to microseconds; everything else must fit exactly.
     return column.cast(TIMESTAMP_TYPE, safe=not (pt.is_timestamp(column.type) and column.type.unit == "ns"))
+
+
+def in_unit(values: pa.Array | pa.ChunkedArray, unit: str) -> pa.Array | pa.ChunkedArray:
+    """Integers as timestamps of a unit; seconds and other columns are unchanged."""
+    if unit == "s" or not pt.is_integer(values.type):
+        return values
+    return values.cast(pa.int64()).cast(pa.timestamp(unit, tz="UTC"))
 
 
 def time_scalar(moment: pa.Scalar, kind: pa.DataType) -> pa.Scalar:

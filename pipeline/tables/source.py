@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError, first_line
-from laserbatch.pipeline.tables import conversion, csv_files, fetched, layout, times
+from laserbatch.pipeline.tables import conversion, csv_files, layout, times
 from laserbatch.pipeline.tables.columns import ATTRIBUTE, ID
 from laserbatch.pipeline.tables.conversion import DECIMAL_COMMA, ConversionFault, to_path, to_time, to_type
 from laserbatch.pipeline.tables.database import is_server, query_rows, shown_database
@@ -170,24 +170,11 @@ def read_source(
         raise TableError(f"table {table}: {found}; expected a folder with the `files` of the mapping.")
     is_csv = {file.path: not layout.is_parquet(file.path) for file in listing.files}
     for part in typed_parts(listing.files, table, as_text=any(is_csv.values())):
-        first_row, path = 0, Path(fetched.shown_path(part.path))
-        try:
-            for rows in _csv(part, files, note) if is_csv[part.path] else part.open().iter_batches(BATCH_ROWS):
-                if rows.num_rows:
-                    decimal = files.csv.decimal if is_csv[part.path] else "."
-                    yield SourceBatch(path, first_row, _as_text(rows), is_csv[part.path], decimal)
-                    first_row += rows.num_rows
-        except (pa.ArrowException, OSError, UnicodeDecodeError, csv.Error) as error:
-            if is_csv[part.path] and (fault := csv_files.csv_fault(part.path, files.csv_format(part.path), error)):
-                raise TableError(fault) from None
-            is_text = is_csv[part.path] and not isinstance(error, OSError)  # as for a damaged compressed file
-            advice = (
-                "Check `csv` (`delimiter`, `quote`, `escape`, `encoding`) and `column_names` in the mapping, that "
-                "every quote is closed, and that no line is above the header (a title, a comment, Excel's `sep=;`)."
-            )
-            raise TableError(
-                f"{path} cannot be read: {first_line(error)}. {advice if is_text else 'Write it again.'}"
-            ) from None
+        first_row, decimal = 0, files.csv.decimal if is_csv[part.path] else "."
+        for rows in _csv(part, files, note) if is_csv[part.path] else part.batches(batch_size=BATCH_ROWS):
+            if rows.num_rows:
+                yield SourceBatch(Path(part.name), first_row, _as_text(rows), is_csv[part.path], decimal)
+                first_row += rows.num_rows
 
 
 def _as_text(rows: pa.RecordBatch) -> pa.RecordBatch:
@@ -203,6 +190,18 @@ def _text(column: pa.Array) -> pa.Array:
 
 def _csv(part: TablePart, files: SourceFiles, note: Callable[[str], object]) -> Iterator[pa.RecordBatch]:
     first_row = 0
-    for rows in csv_files.read_csv(part.path, files, note):
-        yield part.with_partitions(rows, first_row, part.schema_of(rows.schema).names)
-        first_row += rows.num_rows
+    try:
+        for rows in csv_files.read_csv(part.path, files, note):
+            yield part.with_partitions(rows, first_row, part.schema_of(rows.schema).names)
+            first_row += rows.num_rows
+    except (pa.ArrowException, OSError, UnicodeDecodeError, csv.Error) as error:
+        if fault := csv_files.csv_fault(part.path, files.csv_format(part.path), error):
+            raise TableError(fault) from None
+        advice = (
+            "Check `csv` (`delimiter`, `quote`, `escape`, `encoding`) and `column_names` in the mapping, that every "
+            "quote is closed, and that no line is above the header (a title, a comment, Excel's `sep=;`)."
+        )
+        is_damaged = isinstance(error, OSError)  # as a compressed file may be
+        raise TableError(
+            f"{part.name} cannot be read: {first_line(error)}. {'Write it again.' if is_damaged else advice}"
+        ) from None

@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError
-from laserbatch.pipeline.tables import conversion, fetched, layout, part_columns
+from laserbatch.pipeline.tables import conversion, layout, part_columns
 from laserbatch.pipeline.tables import schema as sc
 from laserbatch.pipeline.tables.columns import ID, out_of_range, role_of, schema_findings
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding, Findings
-from laserbatch.pipeline.tables.parts import BATCH_ROWS, TablePart, typed_parts
+from laserbatch.pipeline.tables.parts import BATCH_ROWS, TablePart, list_table, tables_folder, typed_parts
 from laserbatch.pipeline.tables.read import find_exact_copies, in_log, log_kinds, warn_of_copies
 from laserbatch.pipeline.tables.times import require_units
 
@@ -27,7 +27,7 @@ class OpenInteractions:
     """Interactions of a folder, streamed from their files, without exact copies unless `keeps_duplicates`."""
 
     folder: Path
-    parts: list[part_columns.OpenPart]
+    parts: list[TablePart]
     keeps_duplicates: bool
     copies: dict[tuple[str, ...], np.ndarray] = field(default_factory=dict)  # extra columns compared -> bool[n]
 
@@ -52,9 +52,9 @@ class OpenInteractions:
         """
         is_copy, first_row, schema = self._copies(tuple(sorted(columns))), 0, self.plain_schema(columns)
         for part in self.parts:
-            with part_columns.naming_file("interactions", part.file.path):
+            with part.naming_errors():
                 for values in part.batches({*columns, "timestamp"}, batch_size):
-                    part_columns.require_times("interactions", part, "timestamp", values["timestamp"])
+                    part_columns.require_times(part, "timestamp", values["timestamp"])
                     batch = pa.record_batch([in_log(values, field.name, field.type) for field in schema], schema=schema)
                     if is_copy is not None:
                         is_left = ~is_copy[first_row : first_row + batch.num_rows]
@@ -86,10 +86,10 @@ def open_tables(path: Path | str, keep_duplicates: bool = False) -> OpenTables:
 
     Files that are left out are named in the log, once per process.
     """
-    path = sc.tables_folder(path)
+    path = tables_folder(path)
     users, items = (part_columns.read_table(path, table, None) for table in ("users", "items"))
     for table in sc.TABLE_NAMES:
-        for sentence in layout.name_left_out(sc.list_table(path, table).left_out):
+        for sentence in layout.name_left_out(list_table(path, table).left_out):
             _warn_once(f"table {table}: {sentence}")
     parts = part_columns.open_parts(path, "interactions", partial(logger.warning, "%s"))
     return OpenTables(users, items, OpenInteractions(path, parts, keep_duplicates))
@@ -97,11 +97,8 @@ def open_tables(path: Path | str, keep_duplicates: bool = False) -> OpenTables:
 
 def iter_column(path: Path, table: str, column: str) -> Iterator[pa.Array]:
     """A required column of a table in batches, as it is stored. Raises TableError like `read_tables`."""
-    for part in sc.table_parts(path, table):
-        with part_columns.naming_file(table, part.path), part.open() as opened:
-            for finding in schema_findings(table, fetched.shown_path(part.path), opened.schema_arrow):
-                raise FaultyTable(finding)
-            yield from (batch.column(0) for batch in opened.iter_batches(columns=[column]))
+    for part in part_columns.open_parts(path, table):
+        yield from (batch[column] for batch in part.batches([column]))
 
 
 def iter_rows(path: Path, table: str, columns: str) -> Iterator[pa.RecordBatch]:
@@ -112,18 +109,17 @@ def iter_rows(path: Path, table: str, columns: str) -> Iterator[pa.RecordBatch]:
     """
     parts, first, num_rows = _parts_at(path, table), None, 0
     for part in parts:
-        with part_columns.naming_file(table, part.path), part.open() as opened:
-            num_rows += opened.metadata.num_rows
-            first = first or opened.schema_arrow
-            fields, expected = ({of.name: of for of in schema} for schema in (opened.schema_arrow, first))
-            if fields != expected:
-                own, other = (", ".join(f"{of.name} {of.type}" for of in it) for it in (opened.schema_arrow, first))
-                raise TableError(
-                    f"{part.path} has the columns {own}, but {parts[0].path} has {other}. Write the files of a folder "
-                    "with the same columns."
-                )
-            in_order = opened.schema_arrow.names == first.names
-            yield from (rows if in_order else rows.select(first.names) for rows in opened.iter_batches())
+        num_rows += part.metadata.num_rows
+        first = first or part.schema
+        fields, expected = ({of.name: of for of in schema} for schema in (part.schema, first))
+        if fields != expected:
+            own, other = (", ".join(f"{of.name} {of.type}" for of in it) for it in (part.schema, first))
+            raise TableError(
+                f"{part.name} has the columns {own}, but {parts[0].name} has {other}. Write the files of a folder "
+                "with the same columns."
+            )
+        in_order = part.schema.names == first.names
+        yield from (rows if in_order else rows.select(first.names) for rows in part.batches())
     if not num_rows:
         reason = "has no Parquet file with rows" if path.exists() else "is not there"
         raise TableError(f"{path} {reason}; expected a Parquet file, or a folder of Parquet files, with {columns}")
@@ -131,7 +127,7 @@ def iter_rows(path: Path, table: str, columns: str) -> Iterator[pa.RecordBatch]:
 
 def _parts_at(path: Path, table: str) -> list[TablePart]:
     if not path.is_dir():
-        return [TablePart(path, table, {})] if path.is_file() else []
+        return [TablePart(path, table, str(path))] if path.is_file() else []
     listing = layout.list_folder(path, table)
     for sentence in layout.name_left_out(listing.left_out):
         _warn_once(f"{path}: {sentence}")
@@ -160,11 +156,9 @@ def iter_log(path: Path, table: str, needs_time: bool = True) -> Iterator[pa.Rec
 
 def log_unit(path: Path, note: Callable[[Finding], object]) -> str:
     """The unit of integer times in the rows of `iter_log`, inferred from all files; `note` as in `require_units`."""
-    files = []
-    for part in _parts_at(path, "interactions"):
-        with part_columns.naming_file("interactions", part.path), part.open() as file:
-            files.append(file)
-    return require_units("interactions", files, note).get("timestamp", "s")
+    parts = _parts_at(path, "interactions")
+    require_units(parts, note)
+    return parts[0].units.get("timestamp", "s")
 
 
 def log_times(times: pa.Array, unit: str, path: Path, first_row: int = 0, advice: str = "Write timestamps") -> pa.Array:

@@ -13,16 +13,14 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from laserbatch.pipeline.tables.columns import CREATED, TIME, role_of
-from laserbatch.pipeline.tables.fetched import shown_path
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding
-from laserbatch.pipeline.tables.parts import PartFile
+from laserbatch.pipeline.tables.parts import TablePart
 from laserbatch.pipeline.tables.schema import TIMESTAMP_TYPE, UNITS_PER_SECOND, is_text
 
 _NUMBER = r"\s*\d{1,2}"
@@ -151,67 +149,61 @@ def span_of(values: pa.Array | pa.ChunkedArray) -> tuple[int, int] | None:
     return None if low is None or not math.isfinite(low + high) else (int(low), int(high))
 
 
-def in_unit(values: pa.Array | pa.ChunkedArray, unit: str) -> pa.Array | pa.ChunkedArray:
-    """Integers as timestamps of a unit; seconds and other columns are unchanged."""
-    if unit == "s" or not pt.is_integer(values.type):
-        return values
-    return values.cast(pa.int64()).cast(pa.timestamp(unit, tz="UTC"))
-
-
 def shown_span(low: int, high: int, unit: str) -> str:
     """The first and the last day of a span of times, as text."""
     first, last = (datetime.datetime.fromtimestamp(n // UNITS_PER_SECOND[unit], datetime.UTC) for n in (low, high))
     return f"{first:%Y-%m-%d} to {last:%Y-%m-%d}"
 
 
-def require_units(table: str, files: Sequence[PartFile], note: Callable[[Finding], object]) -> dict[str, str]:
-    """The units of `integer_times`; `note` is called with warnings. Raises FaultyTable if the integers are dates."""
-    units, findings = integer_times(table, files)
-    for finding in findings:
+def require_units(parts: Sequence[TablePart], note: Callable[[Finding], object]) -> None:
+    """Call `infer_units`, and `note` with warnings. Raises FaultyTable if the integers are dates."""
+    for finding in infer_units(parts):
         if not finding.is_warning:
             raise FaultyTable(finding)
         note(finding)
-    return units
 
 
-def integer_times(table: str, files: Sequence[PartFile]) -> tuple[dict[str, str], list[Finding]]:
-    """The units of a table's integer times other than seconds, by column, and findings about them.
+def infer_units(parts: Sequence[TablePart]) -> list[Finding]:
+    """Give all files of a table the units of its integer times. Returns findings about units other than seconds.
 
-    `files` may be closed. A file that cannot be read is ignored here; whoever reads it reports the error.
+    A file that cannot be read is ignored here; whoever reads it reports the error.
     """
-    spans: dict[str, list[tuple[int, int, Path]]] = {}
-    for file in files:
-        for field in file.schema_arrow:
-            is_integer_time = pt.is_integer(field.type) and role_of(table, field.name) in (TIME, CREATED)
-            with suppress(pa.ArrowException, OSError):
-                if is_integer_time and (span := _span_in(file, field.name)):
-                    spans.setdefault(field.name, []).append((*span, file.path))
-    units, findings = {}, []
-    for column, of_files in spans.items():
-        low, _, low_file = min(of_files)
-        _, high, high_file = max(of_files, key=lambda span: span[1])
+    spans: dict[str, list[tuple[int, int, str]]] = {}
+    for part in parts:
+        with suppress(FaultyTable):
+            for field in part.schema:
+                is_integer_time = pt.is_integer(field.type) and role_of(part.table, field.name) in (TIME, CREATED)
+                if is_integer_time and (span := _span_in(part, field.name)):
+                    spans.setdefault(field.name, []).append((*span, part.name))
+    findings = []
+    for column, of_parts in spans.items():
+        table = parts[0].table
+        low, _, low_file = min(of_parts)
+        _, high, high_file = max(of_parts, key=lambda span: span[1])
         unit, reading, expected = unit_of(low, high), other_reading(low, high), "a timestamp, or int64 unix seconds"
-        where, in_file = shown_path(low_file), f" (in {shown_path(high_file)})" if high_file != low_file else ""
+        in_file = f" (in {high_file})" if high_file != low_file else ""
         if unit not in (None, "s"):
-            units[column] = unit
+            for part in parts:
+                part.units[column] = unit
             message = f"the integers are read as {NAMES[unit]} since 1970 ({shown_span(low, high, unit)})"
             advice = "write timestamps if this is wrong"
-            findings.append(Finding("inferred-unit", table, message, expected, advice, column, where, is_warning=True))
+            findings.append(
+                Finding("inferred-unit", table, message, expected, advice, column, low_file, is_warning=True)
+            )
         elif reading:
             message = f"the integers from {low} to {high}{in_file} look like {reading}"
             advice = "write timestamps; for dates such as 20240531, `laserbatch data import` takes the `unit` %Y%m%d"
-            findings.append(Finding("bad-timestamp", table, message, expected, advice, column, where))
-    return units, findings
+            findings.append(Finding("bad-timestamp", table, message, expected, advice, column, low_file))
+    return findings
 
 
-def _span_in(file: PartFile, column: str) -> tuple[int, int] | None:
+def _span_in(part: TablePart, column: str) -> tuple[int, int] | None:
     """The span of a column: from the statistics of the file if all row groups have them, otherwise from its values."""
-    place, metadata = file.schema_arrow.names.index(column), file.metadata
+    place, metadata = part.schema.names.index(column), part.metadata
     if place < metadata.num_columns and metadata.schema.column(place).path == column:  # no column before it is nested
         of_groups = [metadata.row_group(group).column(place).statistics for group in range(metadata.num_row_groups)]
         if all(statistics is not None and statistics.has_min_max for statistics in of_groups):
             values = [value for statistics in of_groups for value in (statistics.min, statistics.max)]
             if values and all(isinstance(value, int) for value in values):
                 return min(values), max(values)
-    with file.reopened() as opened:
-        return span_of(opened.read(column))
+    return span_of(part.read([column])[column])

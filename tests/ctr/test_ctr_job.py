@@ -18,7 +18,7 @@ from laserbatch.pipeline.storage.parquet import write_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 from laserbatch.pipeline.tables.fetched import remove_copies
-from laserbatch.pipeline.tables.schema import tables_folder
+from laserbatch.pipeline.tables.parts import tables_folder
 
 SETTINGS = CtrSettings(models=("gbdt",), num_seeds=2)
 

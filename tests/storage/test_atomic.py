@@ -27,7 +27,7 @@ from laserbatch.pipeline.storage.atomic import (
     write_text,
 )
 from laserbatch.pipeline.tables.findings import FaultyTable
-from laserbatch.pipeline.tables.schema import tables_folder
+from laserbatch.pipeline.tables.parts import tables_folder
 
 
 def test_links_are_followed_but_not_in_a_circle(tmp_path):

@@ -27,7 +27,7 @@ from laserbatch.pipeline.tables.read import describe, find_exact_copies, read_ta
 from laserbatch.pipeline.tables.sampled import write_sample
 from laserbatch.pipeline.tables.schema import TIMESTAMP_TYPE, attribute_columns, widened
 from laserbatch.pipeline.tables.streamed import log_times, open_tables
-from laserbatch.pipeline.tables.times import integer_times
+from laserbatch.pipeline.tables.times import infer_units
 from laserbatch.retrieval_pools import ids
 
 text_ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
@@ -146,8 +146,8 @@ def test_text_of_more_than_two_gib_is_read_as_large_strings_and_shown_alike(tmp_
 @pytest.mark.parametrize("at_once", [1, 2**25])
 def test_a_wide_table_keeps_few_files_open_and_each_is_opened_a_few_times(tmp_path, monkeypatch, at_once):
     monkeypatch.setattr(part_columns, "BYTES_AT_ONCE", at_once)
-    opened, open_part = [], TablePart.open
-    monkeypatch.setattr(TablePart, "open", lambda part, *rest: opened.append(part) or open_part(part, *rest))
+    opened, open_file = [], pq.ParquetFile
+    monkeypatch.setattr(pq, "ParquetFile", lambda *args, **options: opened.append(args) or open_file(*args, **options))
     columns = {f"f.{n}": pa.array([None, ["a"], []] if n % 2 else [n, None, 0.5]) for n in range(300)}
     users = pa.table({"user_id": ["u1", "u2", "u3"], **columns})
     tables = read_tables(write_world(tmp_path, users=users), scratch=tmp_path)
@@ -338,7 +338,7 @@ def test_files_that_store_a_column_in_another_type_are_streamed_as_they_are_read
 
 
 @pytest.mark.parametrize(("unit", "per_second"), [("milli", 10**3), ("micro", 10**6), ("nano", 10**9)])
-def test_integer_times_are_in_the_unit_that_all_values_leave_and_it_is_said(tmp_path, caplog, unit, per_second):
+def test_infer_units_are_in_the_unit_that_all_values_leave_and_it_is_said(tmp_path, caplog, unit, per_second):
     """For all readers: checks, nights, and streams."""
     path, seconds = write_world(tmp_path, interactions=None), [DAY_1_S - 5, DAY_1_S, None, DAY_1_S + 86_400]
     (path / "interactions").mkdir()
@@ -383,11 +383,11 @@ def test_both_ends_of_a_span_of_dates_are_named_by_their_files(tmp_path):
     files = [tmp_path / f"{number}.parquet" for number in range(3)]
     for path, time in zip(files, (20240601, 20240531, 20240602), strict=True):
         pq.write_table(pa.table({"timestamp": [time]}), path)
-    _, (finding,) = integer_times("interactions", [TablePart(path, "interactions", {}).open() for path in files])
+    (finding,) = infer_units([TablePart(path, "interactions", str(path)) for path in files])
     assert "1.parquet): the integers from 20240531 to 20240602 (in " in str(finding)
     assert "2.parquet) look like dates" in str(finding)
     partitions = {"created_at": pa.scalar(20240531)}  # of a folder created_at=20240531
-    assert "look like dates" in str(integer_times("users", [TablePart(files[0], "users", partitions).open()])[1][0])
+    assert "look like dates" in str(infer_units([TablePart(files[0], "users", "0.parquet", partitions)])[0])
 
 
 @pytest.mark.parametrize("as_of", [None, DAY_1.date()])
@@ -410,8 +410,8 @@ def test_milliseconds_in_one_file_of_a_table_are_refused_and_named(tmp_path, as_
 
 def test_lists_are_read_in_batches_since_arrow_reads_at_most_2_gib_of_them_at_once(tmp_path):
     pq.write_table(pa.table({"tags": [["a"]] * 70_000}), tmp_path / "items.parquet")
-    with TablePart(tmp_path / "items.parquet", "items", {}).open() as file:
-        assert [len(chunk) for chunk in file.read("tags").chunks] == [65_536, 4_464]
+    tags = TablePart(tmp_path / "items.parquet", "items", "items.parquet").read(["tags"])["tags"]
+    assert [len(chunk) for chunk in tags.chunks] == [65_536, 4_464]
 
 
 def test_lists_of_more_than_arrow_reads_at_once_are_read_in_smaller_batches(tmp_path, monkeypatch):
@@ -426,9 +426,9 @@ def test_lists_of_more_than_arrow_reads_at_once_are_read_in_smaller_batches(tmp_
             yield rows
 
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", iter_batches)
-    with TablePart(tmp_path / "x.parquet", "items", {}).open() as file:
-        assert file.read("tags").combine_chunks() == values
-        assert next(rows.num_rows for rows in file.iter_batches(3)) == 3
+    part = TablePart(tmp_path / "x.parquet", "items", "x.parquet")
+    assert part.read(["tags"])["tags"].combine_chunks() == values
+    assert next(rows.num_rows for rows in part.batches(batch_size=3)) == 3
 
 
 def test_a_file_is_opened_twice_to_read_it_and_twice_to_check_it(tmp_path):
