@@ -206,7 +206,7 @@ RATING_OF_EVENT = replace(RATING, rules=RATING.rules[:1])  # an event such as a 
 EVENT = Role(
     expected="a string",
     accepts=lambda kind: pt.is_null(kind) or sc.plain_type(kind) == pa.string(),
-    plain=lambda column: column if pt.is_null(column.type) else sc.plain_column(column).dictionary_encode(),
+    plain=sc.plain_column,
     rules=(_UTF8,),
     advice="write its codes as words (`click`, `purchase`), or rename the column",
 )

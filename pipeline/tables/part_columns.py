@@ -1,8 +1,9 @@
 """The columns of a table's files in plain types, without the rows of entities created after a day."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -11,8 +12,8 @@ import pyarrow.types as pt
 from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.tables import columns as roles
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding, Findings
-from laserbatch.pipeline.tables.parts import TablePart, table_parts
-from laserbatch.pipeline.tables.schema import CREATED_AT, time_scalar, widened
+from laserbatch.pipeline.tables.parts import BATCH_ROWS, TablePart, table_parts
+from laserbatch.pipeline.tables.schema import CREATED_AT, timestamps, widened
 from laserbatch.pipeline.tables.times import require_units
 from laserbatch.retrieval_pools.ids import MAX_BYTES
 from laserbatch.retrieval_pools.mapped import MappedFiles
@@ -20,6 +21,7 @@ from laserbatch.retrieval_pools.mapped import MappedFiles
 BYTES_AT_ONCE = 32 * 1024 * 1024  # of columns that are read together, so that a file is not opened for each
 MAX_BLOCKS = 64  # of columns that are read together; each is a mapped file, and a process may have 1,024 files open
 MIN_VALUE_BYTES = 16  # of a value in memory, whose encoded form may be smaller
+ColumnT = TypeVar("ColumnT", pa.Array, pa.ChunkedArray)
 
 
 def open_parts(path: Path, table: str, note: Callable[[Finding], object] = lambda finding: None) -> list[TablePart]:
@@ -44,7 +46,7 @@ def _created_before(part: TablePart, cutoff: pa.Scalar | None) -> pa.Array | Non
     times = part.read([CREATED_AT])[CREATED_AT]
     require_times(part, CREATED_AT, times)
     with part.naming_errors():
-        is_read = pc.fill_null(pc.less(times, time_scalar(cutoff, times.type)), True)
+        is_read = pc.fill_null(pc.less(timestamps(times), cutoff), True)
         return None if pc.all(is_read, min_count=0).as_py() else is_read.combine_chunks()
 
 
@@ -60,28 +62,54 @@ def require_times(part: TablePart, column: str, values: pa.ChunkedArray | pa.Arr
         raise FaultyTable(findings.to_list()[0])
 
 
+def plain_kinds(parts: Sequence[TablePart], names: Collection[str]) -> dict[str, pa.DataType]:
+    """The plain type of each column in all files; null if no file has a value. Raises TableError if files differ."""
+    schemas = []
+    for part in parts:
+        fields = [field for field in part.schema if field.name in names]
+        kinds = [_plain(part, field.name, pa.chunked_array([], field.type)).type for field in fields]
+        schemas.append(pa.schema([(field.name, kind) for field, kind in zip(fields, kinds, strict=True)]))
+    with _files_alike(parts[0]):
+        schema = pa.unify_schemas(schemas, promote_options="permissive")
+    return {name: schema.field(name).type for name in names}
+
+
+def _plain(part: TablePart, name: str, values: ColumnT, kind: pa.DataType | None = None) -> ColumnT:
+    """Values of a column in the plain type that it has in their file, or in all files (`plain_kinds`)."""
+    values = (roles.role_of(part.table, name) or roles.ATTRIBUTE).plain(values)
+    if kind is None:
+        return values
+    with _files_alike(part):
+        return widened(values, kind).cast(kind)
+
+
+def plain_batches(
+    part: TablePart, kinds: Mapping[str, pa.DataType], batch_size: int = BATCH_ROWS
+) -> Iterator[pa.RecordBatch]:
+    """The rows of a file of interactions, with columns in types of `plain_kinds`; nulls for a column that it lacks."""
+    with part.naming_errors():
+        for rows in part.batches({*kinds, "timestamp"}, batch_size):
+            require_times(part, "timestamp", rows["timestamp"])
+            columns = {}
+            for name, kind in kinds.items():
+                is_there = name in rows.schema.names
+                columns[name] = _plain(part, name, rows[name], kind) if is_there else pa.nulls(rows.num_rows, kind)
+            yield pa.record_batch(columns)
+
+
 def read_columns(parts: Sequence[TablePart], names: Sequence[str], masks: Sequence[pa.Array | None]) -> pa.Table:
     """Some columns of the rows in each file's mask in their plain types; text if no file has a value."""
-    of_parts = [_read_part(part, names, mask) for part, mask in zip(parts, masks, strict=True)]
-    with files_alike(parts[0].table):
-        schema = pa.unify_schemas([part.schema for part in of_parts], promote_options="permissive")
-        kinds = schema.types
-        of_parts = [pa.table(list(map(widened, part.columns, kinds)), names=list(names)) for part in of_parts]
-        columns = pa.concat_tables(of_parts, promote_options="permissive").columns
-    # Only now: a column without any value in one file takes its type from the others.
-    columns = [column.cast(pa.string()) if pt.is_null(column.type) else column for column in columns]
-    return pa.table(columns, names=list(names))
-
-
-def _read_part(part: TablePart, names: Sequence[str], mask: pa.Array | None) -> pa.Table:
-    columns = part.read(names, mask)
-    with part.naming_errors():
-        for name, values in columns.items():
-            role = roles.role_of(part.table, name) or roles.ATTRIBUTE
-            if role in (roles.TIME, roles.CREATED):
-                require_times(part, name, values)
-            columns[name] = role.plain(values)
-        return pa.table(columns)
+    kinds, of_parts = plain_kinds(parts, names), []
+    kinds = {name: pa.string() if pt.is_null(kind) else kind for name, kind in kinds.items()}
+    for part, mask in zip(parts, masks, strict=True):
+        columns = part.read(names, mask)
+        with part.naming_errors():
+            for name, values in columns.items():
+                if roles.role_of(part.table, name) in (roles.TIME, roles.CREATED):
+                    require_times(part, name, values)
+                columns[name] = _plain(part, name, values, kinds[name])
+        of_parts.append(pa.table(columns))
+    return pa.concat_tables(of_parts)
 
 
 def _blocks(parts: Sequence[TablePart], names: Sequence[str]) -> Iterator[list[str]]:
@@ -105,13 +133,13 @@ def _blocks(parts: Sequence[TablePart], names: Sequence[str]) -> Iterator[list[s
 
 
 @contextmanager
-def files_alike(table: str) -> Iterator[None]:
+def _files_alike(part: TablePart) -> Iterator[None]:
     """Turn errors of Arrow in the block into a TableError: files differ in a type."""
     try:
         yield
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise TableError(
-            f"table {table}: its files differ in the type of a column: {error}. Write the column with one type."
+            f"table {part.table}: its files differ in the type of a column: {error}. Write the column with one type."
         ) from None
 
 

@@ -7,7 +7,7 @@ import datetime
 import hashlib
 import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,12 +20,18 @@ from laserbatch.pipeline.errors import TableError
 from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.atomic import sha256_file
 from laserbatch.pipeline.tables import log as logs
-from laserbatch.pipeline.tables import part_columns
 from laserbatch.pipeline.tables import schema as sc
-from laserbatch.pipeline.tables.columns import EVENT, ID, TIME, role_of
+from laserbatch.pipeline.tables.columns import role_of
 from laserbatch.pipeline.tables.database import QUERY_KEY
-from laserbatch.pipeline.tables.part_columns import names_in, open_parts
-from laserbatch.pipeline.tables.parts import TablePart, list_table, tables_folder, typed_parts
+from laserbatch.pipeline.tables.part_columns import (
+    names_in,
+    open_parts,
+    plain_batches,
+    plain_kinds,
+    read_columns,
+    read_table,
+)
+from laserbatch.pipeline.tables.parts import list_table, tables_folder, typed_parts
 from laserbatch.pipeline.tables.personal import personal_data
 from laserbatch.pipeline.tables.schema import id_type
 from laserbatch.retrieval_pools.ids import rows_among
@@ -82,8 +88,8 @@ def read_tables(
     """
     path, cutoff = tables_folder(path), None if as_of is None else end_of_day(as_of)
     files = MappedFiles(scratch)
-    users, items = (part_columns.read_table(path, table, cutoff, files) for table in ("users", "items"))
-    log, logged_ids = _read_log(path, cutoff, files)
+    users, items = (read_table(path, table, cutoff, files) for table in ("users", "items"))
+    log, logged_ids = _read_log(path, cutoff, files, lambda name: role_of("interactions", name) is not None)
     # The log may have entities that left the tables, or interactions before their entity's own created_at.
     is_known = {}
     for name, entities in (("user_id", users), ("item_id", items)) if cutoff is not None else ():
@@ -126,9 +132,9 @@ def find_exact_copies(path: Path | str, columns: Collection[str] = ()) -> np.nda
     Rows are compared in the columns that `read_tables` reads and in the other columns `columns`.
     """
     path, memory = tables_folder(path), MappedFiles(None)
-    log, _ = _read_log(path, None, memory, is_numbered=True)
+    log, _ = _read_log(path, None, memory, sc.REQUIRED_COLUMNS["interactions"].__contains__)
     run_of, num_before = np.full(log.num_rows, -1), 0  # row -> run of rows with the same moment, user and item
-    for block in logs.in_order(log.rows(), memory):
+    for block in logs.in_order(log.rows() | {"row": np.arange(log.num_rows)}, memory):
         places, run_of_place = logs.alike(block)
         run_of[block["row"][places]] = num_before + run_of_place
         num_before += len(block["row"])
@@ -138,8 +144,7 @@ def find_exact_copies(path: Path | str, columns: Collection[str] = ()) -> np.nda
         ends = np.cumsum([part.metadata.num_rows for part in parts])[:-1]
         masks = [pa.array(of_part) for of_part in np.split(is_copy, ends)]
         for name in names_in(parts, lambda name: name in ("event", "rating", *columns)):
-            values = part_columns.read_columns(parts, [name], masks)[name].combine_chunks()
-            values = values.dictionary_decode() if pt.is_dictionary(values.type) else values
+            values = read_columns(parts, [name], masks)[name].combine_chunks()
             if pt.is_nested(values.type):
                 values = pa.array(map(repr, values.to_pylist()))
             keys.append(values.dictionary_encode(null_encoding="encode").indices.to_numpy())
@@ -148,64 +153,21 @@ def find_exact_copies(path: Path | str, columns: Collection[str] = ()) -> np.nda
 
 
 def _read_log(
-    path: Path, cutoff: pa.Scalar | None, files: MappedFiles, is_numbered: bool = False
+    path: Path, cutoff: pa.Scalar | None, files: MappedFiles, is_read: Callable[[str], bool]
 ) -> tuple[logs.StoredLog, dict[str, pa.ChunkedArray]]:
-    """The interactions before a moment, in file order and with sorted id codes, and the result of `sort_ids`.
-
-    The columns are those with a role; if `is_numbered`, the required ones and `row`, the row number from 0.
-    """
+    """The interactions before a moment, in file order and with sorted id codes, and the result of `sort_ids`."""
     parts = open_parts(path, "interactions")
-    required = sc.REQUIRED_COLUMNS["interactions"]
-    names = names_in(parts, lambda name: name in required if is_numbered else role_of("interactions", name) is not None)
-    kinds = log_kinds(parts, names) | ({"row": pa.int64()} if is_numbered else {})
+    kinds = plain_kinds(parts, names_in(parts, is_read))
     log = logs.StoredLog(kinds, sum(part.metadata.num_rows for part in parts), files)
-    for part in parts:
-        with part.naming_errors():
-            _append(log, part, kinds, cutoff)
-    return log, log.sort_ids()
-
-
-def _append(log: logs.StoredLog, part: TablePart, kinds: dict[str, pa.DataType], cutoff: pa.Scalar | None) -> None:
-    for batch in part.batches(kinds.keys() - {"row"}):
-        times = batch["timestamp"]
-        part_columns.require_times(part, "timestamp", times)
-        batch = batch.append_column("row", pa.array(np.arange(log.num_rows, log.num_rows + len(times))))
+    for batch in (batch for part in parts for batch in plain_batches(part, kinds)):
         if cutoff is not None:
-            is_read = pc.fill_null(pc.less(times, sc.time_scalar(cutoff, times.type)), False)
-            if not pc.all(is_read, min_count=0).as_py():
+            is_early = pc.fill_null(pc.less(batch["timestamp"], cutoff), False)
+            if not pc.all(is_early, min_count=0).as_py():
                 for name in sc.ID_COLUMNS.values():
-                    log.see(name, sc.plain_ids(batch[name].filter(pc.invert(is_read))))
-                batch = batch.filter(is_read)
-        log.append({name: in_log(batch, name, kind) for name, kind in kinds.items()})
-
-
-def log_kinds(parts: Sequence[TablePart], names: Collection[str]) -> dict[str, pa.DataType]:
-    """The plain type of each column of interactions, text for words; null if no file has a value."""
-    schemas = [
-        pa.schema([(field.name, _plain_kind(field)) for field in part.schema if field.name in names]) for part in parts
-    ]
-    with part_columns.files_alike("interactions"):
-        schema = pa.unify_schemas(schemas, promote_options="permissive")
-    return {name: schema.field(name).type for name in names}
-
-
-def _plain_kind(field: pa.Field) -> pa.DataType:
-    if pt.is_null(field.type):
-        return field.type
-    role = role_of("interactions", field.name)
-    kind = id_type(field.type) if role is ID else sc.TIMESTAMP_TYPE if role is TIME else sc.plain_type(field.type)
-    assert kind is not None  # otherwise the schema was refused
-    return kind
-
-
-def in_log(batch: pa.RecordBatch, name: str, kind: pa.DataType) -> pa.Array:
-    """A column of a batch in the log's type; nulls if the file does not have it."""
-    if name not in batch.schema.names:
-        return pa.nulls(batch.num_rows, kind)
-    role = role_of("interactions", name)
-    values = sc.plain_column(batch[name]) if role is None or role is EVENT else role.plain(batch[name])
-    with part_columns.files_alike("interactions"):
-        return sc.widened(values, kind).cast(kind)
+                    log.see(name, batch[name].filter(pc.invert(is_early)))
+                batch = batch.filter(is_early)
+        log.append(dict(zip(kinds, batch.columns, strict=True)))
+    return log, log.sort_ids()
 
 
 def describe(path: Path | str) -> dict[str, dict]:

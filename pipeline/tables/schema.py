@@ -136,10 +136,3 @@ def in_unit(values: pa.Array | pa.ChunkedArray, unit: str) -> pa.Array | pa.Chun
     if unit == "s" or not pt.is_integer(values.type):
         return values
     return values.cast(pa.int64()).cast(pa.timestamp(unit, tz="UTC"))
-
-
-def time_scalar(moment: pa.Scalar, kind: pa.DataType) -> pa.Scalar:
-    """A timestamp[us, UTC] scalar as a value of a time column's own type, to compare with unread values."""
-    if pt.is_integer(kind):
-        return moment.cast(pa.timestamp("s", tz="UTC")).cast(pa.int64())  # a narrower type may not hold it
-    return moment.cast(pa.timestamp("us")).cast(kind) if pt.is_date(kind) else moment.cast(kind)

@@ -11,12 +11,13 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from laserbatch.pipeline.errors import TableError
-from laserbatch.pipeline.tables import conversion, layout, part_columns
+from laserbatch.pipeline.tables import conversion, layout
 from laserbatch.pipeline.tables import schema as sc
 from laserbatch.pipeline.tables.columns import ID, out_of_range, role_of, schema_findings
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding, Findings
+from laserbatch.pipeline.tables.part_columns import names_in, open_parts, plain_batches, plain_kinds, read_table
 from laserbatch.pipeline.tables.parts import BATCH_ROWS, TablePart, list_table, tables_folder, typed_parts
-from laserbatch.pipeline.tables.read import find_exact_copies, in_log, log_kinds, warn_of_copies
+from laserbatch.pipeline.tables.read import find_exact_copies, warn_of_copies
 from laserbatch.pipeline.tables.times import require_units
 
 logger = logging.getLogger(__name__)
@@ -35,11 +36,11 @@ class OpenInteractions:
     def schema(self) -> pa.Schema:
         """The columns of all files, each with the type in the first file that has it."""
         fields = {field.name: field for part in reversed(self.parts) for field in part.schema}
-        return pa.schema([fields[name] for name in part_columns.names_in(self.parts, lambda name: True)])
+        return pa.schema([fields[name] for name in names_in(self.parts, lambda name: True)])
 
     def plain_schema(self, columns: Collection[str]) -> pa.Schema:
         """The types of columns in `to_batches`. Raises TableError if the files differ in one."""
-        return pa.schema(log_kinds(self.parts, columns))
+        return pa.schema(plain_kinds(self.parts, columns))
 
     def count_rows(self) -> int:
         """The number of rows in the files, copies included."""
@@ -50,17 +51,13 @@ class OpenInteractions:
 
         Unless copies are kept, rows that equal an earlier one in `columns` and those of `read_tables` are left out.
         """
-        is_copy, first_row, schema = self._copies(tuple(sorted(columns))), 0, self.plain_schema(columns)
-        for part in self.parts:
-            with part.naming_errors():
-                for values in part.batches({*columns, "timestamp"}, batch_size):
-                    part_columns.require_times(part, "timestamp", values["timestamp"])
-                    batch = pa.record_batch([in_log(values, field.name, field.type) for field in schema], schema=schema)
-                    if is_copy is not None:
-                        is_left = ~is_copy[first_row : first_row + batch.num_rows]
-                        first_row += batch.num_rows
-                        batch = batch if is_left.all() else batch.filter(pa.array(is_left))
-                    yield batch
+        is_copy, first_row, kinds = self._copies(tuple(sorted(columns))), 0, plain_kinds(self.parts, columns)
+        for batch in (batch for part in self.parts for batch in plain_batches(part, kinds, batch_size)):
+            if is_copy is not None:
+                is_left = ~is_copy[first_row : first_row + batch.num_rows]
+                first_row += batch.num_rows
+                batch = batch if is_left.all() else batch.filter(pa.array(is_left))
+            yield batch
 
     def _copies(self, columns: tuple[str, ...]) -> np.ndarray | None:
         if self.keeps_duplicates:
@@ -87,17 +84,17 @@ def open_tables(path: Path | str, keep_duplicates: bool = False) -> OpenTables:
     Files that are left out are named in the log, once per process.
     """
     path = tables_folder(path)
-    users, items = (part_columns.read_table(path, table, None) for table in ("users", "items"))
+    users, items = (read_table(path, table, None) for table in ("users", "items"))
     for table in sc.TABLE_NAMES:
         for sentence in layout.name_left_out(list_table(path, table).left_out):
             _warn_once(f"table {table}: {sentence}")
-    parts = part_columns.open_parts(path, "interactions", partial(logger.warning, "%s"))
+    parts = open_parts(path, "interactions", partial(logger.warning, "%s"))
     return OpenTables(users, items, OpenInteractions(path, parts, keep_duplicates))
 
 
 def iter_column(path: Path, table: str, column: str) -> Iterator[pa.Array]:
     """A required column of a table in batches, as it is stored. Raises TableError like `read_tables`."""
-    for part in part_columns.open_parts(path, table):
+    for part in open_parts(path, table):
         yield from (batch[column] for batch in part.batches([column]))
 
 
