@@ -31,9 +31,9 @@ from laserbatch.pipeline.storage.lock import hold_lock
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.scratch import remove_dead_scratch
 from laserbatch.pipeline.storage.workspace import EXPERIMENTS, Workspace
+from laserbatch.pipeline.tables.part_columns import open_parts
 from laserbatch.pipeline.tables.parts import tables_folder
 from laserbatch.pipeline.tables.schema import TABLE_NAMES
-from laserbatch.pipeline.tables.streamed import iter_column
 from laserbatch.retrieval_pools.index.store import PoolStore
 
 
@@ -282,9 +282,11 @@ def _in_tables(settings: Settings, requested: Ids) -> dict[Side, dict[str, set[s
         folder = tables_folder(settings.tables.path)
         for side, keys in requested.items():
             for table in (f"{side}s", "interactions") if keys else ():
-                for ids in iter_column(folder, table, f"{side}_id"):
-                    if found := ids.filter(is_of(ids, keys)).unique().to_pylist():
-                        remaining[side].setdefault(table, set()).update(map(str, found))
+                for part in open_parts(folder, table):
+                    for rows in part.batches([f"{side}_id"]):
+                        ids = rows[f"{side}_id"]
+                        if found := ids.filter(is_of(ids, keys)).unique().to_pylist():
+                            remaining[side].setdefault(table, set()).update(map(str, found))
     except LaserbatchError as error:
         say(f"the input tables could not be read: {error}")
         return None

@@ -181,7 +181,7 @@ def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
         findings.add(Finding("left-out", table, sentence, expected, advice, is_warning=True))
     files = typed_parts(listing.files, table, root=path)
     findings.add(*infer_units(files))
-    seen, has_rows = _SeenColumns(table), False
+    kinds_of, has_rows = {}, False
     for file in files:
         try:
             schema, num_rows = file.schema, file.metadata.num_rows
@@ -201,33 +201,28 @@ def _open_parts(path: Path, table: str, findings: Findings) -> Iterator[_Part]:
             advice = "name it, or drop it"
             findings.add(Finding("unnamed", table, found, "a name", advice, column, file.name, is_warning=True))
         read = [field for field in schema if role_of(table, field.name) is not None]
-        findings.add(*seen.differences(file.name, {field.name: _compared_type(table, field) for field in read}))
+        kinds_of[file.name] = {field.name: _compared_type(table, field) for field in read}
         faulty = {fault.column for fault in faults}
         yield _Part(file, num_rows, {field.name: field.type for field in schema if field.name not in faulty})
+    findings.add(*_differences(table, kinds_of))
     if not has_rows:
         findings.add(Finding("empty-table", table, "the table has no rows", "at least one", "write the table again"))
 
 
-class _SeenColumns:
-    """The columns of a table's first file, and the first file in which each column has a type."""
-
-    def __init__(self, table: str) -> None:
-        self._table = table
-        self._first: tuple[str, Collection[str]] | None = None  # the first file and its columns
-        self._typed: dict[str, tuple[str, str]] = {}  # column -> the first file with a type, and the type
-
-    def differences(self, name: str, kinds: Mapping[str, str | None]) -> Iterator[Finding]:
-        """Findings about columns and types in which a file differs from the files before it."""
-        advice = "write all files of a table with the same columns and types"
-        first, columns = self._first = self._first or (name, set(kinds))
-        for column in sorted((kinds.keys() ^ columns).difference(sc.REQUIRED_COLUMNS[self._table])):
+def _differences(table: str, kinds_of: Mapping[str, Mapping[str, str | None]]) -> Iterator[Finding]:
+    """Findings about columns and types in which files differ from those before them; `kinds_of`: by file and column."""
+    advice = "write all files of a table with the same columns and types"
+    typed: dict[str, tuple[str, str]] = {}  # column -> the first file with a type, and the type
+    for name, kinds in kinds_of.items():
+        first, columns = next(iter(kinds_of.items()))
+        for column in sorted((kinds.keys() ^ columns.keys()).difference(sc.REQUIRED_COLUMNS[table])):
             found = f"the column is {'not in' if column in kinds else 'missing, but it is in'} {first}"
-            yield Finding("columns-differ", self._table, found, "the same columns", advice, column, name)
+            yield Finding("columns-differ", table, found, "the same columns", advice, column, name)
         for column, kind in kinds.items():
-            other, of_other = self._typed.setdefault(column, (name, kind)) if kind is not None else (name, kind)
+            other, of_other = typed.setdefault(column, (name, kind)) if kind is not None else (name, kind)
             if kind != of_other:
                 found = f"the column holds {kind}, but {of_other} in {other}"
-                yield Finding("types-differ", self._table, found, "one type", advice, column, name)
+                yield Finding("types-differ", table, found, "one type", advice, column, name)
 
 
 def _compared_type(table: str, field: pa.Field) -> str | None:

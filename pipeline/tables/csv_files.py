@@ -204,7 +204,7 @@ def _no_text(path: Path, place: str) -> str:
         return f"{path} is not text, but {kind}. Rename it, or export it as CSV or Parquet."
     odd, even = start[1::2].count(0), start[::2].count(0)
     if max(odd, even) > len(start) // 4:
-        encoding = _marked_encoding(start) or ("utf-16-le" if odd > even else "utf-16-be")
+        encoding = marked_encoding(start) or ("utf-16-le" if odd > even else "utf-16-be")
         return f"{path} looks like UTF-16; set `csv: {{encoding: {encoding}}}` in the mapping."
     return f"{path}, {place}: the text has a zero byte. Remove it, or export the file again."
 
@@ -214,7 +214,8 @@ def kind_of_bytes(start: bytes) -> str | None:
     return next((kind for mark, kind in _MARKS if start.startswith(mark)), None)
 
 
-def _marked_encoding(start: bytes) -> str | None:
+def marked_encoding(start: bytes) -> str | None:
+    """The encoding of a file whose first bytes are a byte order mark of UTF-16 or UTF-32; otherwise None."""
     if start.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
         return "utf-32"
     return "utf-16" if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else None
@@ -233,7 +234,7 @@ def _encoding_fault(path: Path, encoding: str) -> str | None:
     except UnicodeDecodeError as error:
         line += error.object[: error.start].count(b"\n")
         excerpt = error.object[max(0, error.start - 20) : error.end + 20]
-    marked = _marked_encoding(start)
+    marked = marked_encoding(start)
     if kind_of_bytes(start) is not None or (b"\0" in excerpt and marked is None):
         return _no_text(path, f"line {line}")
     suggested = marked or ("cp932" if codecs.lookup(encoding).name == "cp1252" else "cp1252")

@@ -17,6 +17,7 @@ from laserbatch.pipeline.errors import TableError, first_line
 from laserbatch.pipeline.tables import guessed_columns as guesses
 from laserbatch.pipeline.tables import schema as sc
 from laserbatch.pipeline.tables.columns import ATTRIBUTE
+from laserbatch.pipeline.tables.csv_files import marked_encoding
 from laserbatch.pipeline.tables.guessed_columns import Guess, Join, SourceTable, TimeGuess
 from laserbatch.pipeline.tables.layout import is_parquet, is_parquet_or_csv, list_pattern, name_left_out
 from laserbatch.pipeline.tables.personal import personal_columns
@@ -169,9 +170,8 @@ def _csv_options(path: Path, note: Callable[[str], object]) -> dict[str, Any]:
     try:
         codecs.getincrementaldecoder("utf-8")().decode(start)
     except UnicodeDecodeError as error:
-        options["encoding"] = "utf-16"
-        if not start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            options["encoding"] = "cp1252"
+        options["encoding"] = marked_encoding(start) or "cp1252"
+        if options["encoding"] == "cp1252":
             excerpt = start[max(0, error.start - 20) : error.end + 20].decode("cp1252", "replace")
             note(
                 f"{path} is not UTF-8; it is read as cp1252 (Western Europe), a guess that gives {excerpt!r}. If "

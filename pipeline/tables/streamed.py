@@ -92,12 +92,6 @@ def open_tables(path: Path | str, keep_duplicates: bool = False) -> OpenTables:
     return OpenTables(users, items, OpenInteractions(path, parts, keep_duplicates))
 
 
-def iter_column(path: Path, table: str, column: str) -> Iterator[pa.Array]:
-    """A required column of a table in batches, as it is stored. Raises TableError like `read_tables`."""
-    for part in open_parts(path, table):
-        yield from (batch[column] for batch in part.batches([column]))
-
-
 def iter_rows(path: Path, table: str, columns: str) -> Iterator[pa.RecordBatch]:
     """The rows of a Parquet file, or of a folder that is read like that of a table.
 
