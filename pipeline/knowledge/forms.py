@@ -69,6 +69,7 @@ def require_form(template: PromptTemplate, path: Path) -> None:
             f"{place} allows only the empty answer (found {getattr(template, key)!r}); change it so that it allows a "
             "text, or leave it out"
         )
+    template = template.model_copy(update={"encode": ()})  # answers of one factor are tried
     for factor, head in zip(template.factors, _heads(template), strict=True) if key == "factors" else ():
         with suppress(RowError):
             if factor in parse_answer(template, f"{head} text").fields:

@@ -8,7 +8,8 @@ object with one list, a list in place of a text, or a text in place of a list).
 import importlib.util
 import json
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -24,6 +25,7 @@ _LABEL = re.compile(r"^\**([^:：\n]{1,60}?)\**[ \t]*(?:[:：–—]| - )\**[ \t
 _LETTER = re.compile(r"[^\W\d_]")
 _UNWRITABLE = re.compile("[\0\ud800-\udfff]")  # JSON may escape what no text may have
 _HEADING = re.compile(r"^\**([^:\n]{1,60}?)\**[ \t]*\n")
+_JSON_NAME = re.compile(r"""["']([^"'\\\n]*)["']\s*:""")
 _BULLET = re.compile(r"^[ \t]*(?:[-*•#>]+[ \t]*|\(?\d{1,2}[.)][ \t]*)?")
 
 
@@ -38,9 +40,15 @@ def parse_answer(template: PromptTemplate, text: str, is_cut: bool = False) -> P
     """The fields of an answer by the template's parser: aspects or attributes by name, fields of JSON, or `text`.
 
     `is_cut`: the token limit ended the answer. Raises RowError with the reason `unparsable` (nothing of the requested
-    form), `missing-field`, `wrong-type`, or `loops` (a list, or three fields or more, repeat the same text).
+    form), `missing-field` (also if no part has a text that `encode` names), `wrong-type`, `duplicate-field`, or `loops`
+    (a list, or three fields or more, repeat the same text).
     """
     parsed = _parsed(template, text, is_cut)
+    if template.encode and not any(parsed.fields.get(name, "").strip() for name in template.encode):
+        raise RowError(
+            f"missing-field: the answer has no text for {' or '.join(template.encode)}, which `encode` in the template "
+            "names"
+        )
     if wrong := _UNWRITABLE.search("".join(chain.from_iterable(parsed.fields.items()))):
         raise RowError(f"undecodable: the answer has {wrong.group()!r}, which is no character")
     return parsed
@@ -130,6 +138,9 @@ def _json_fields(template: PromptTemplate, text: str, is_cut: bool) -> Parsed:
         content, repairs = {lists[0]: content}, (*repairs, "json-shape")
     if not isinstance(content, dict):
         raise RowError(f"unparsable: the answer has no JSON object with {', '.join(template.fields)}")
+    if repairs and repairs[-1] in ("json-cut", "json-syntax"):  # the repair leaves one of two equal names
+        names = [name.strip().lower() for name in _JSON_NAME.findall(text)]
+        _require_different(name for name in names if name in {field.lower() for field in template.fields})
     by_name = {str(name).strip().lower(): value for name, value in content.items()}
     fields: dict[str, str] = {}
     for name, kind in template.fields.items():
@@ -166,7 +177,8 @@ def _json_of(text: str, is_cut: bool) -> tuple[Any, tuple[str, ...]]:
         return None, ()
     body, repairs = text[min(starts) :], () if not text[: min(starts)].strip() else ("json-around",)
     try:
-        content, end = json.JSONDecoder(strict=False).raw_decode(body)  # line breaks within texts are allowed
+        # Line breaks within texts are allowed.
+        content, end = json.JSONDecoder(strict=False, object_pairs_hook=_json_object).raw_decode(body)
         return content, repairs or (("json-around",) if body[end:].strip() else ())
     except (ValueError, RecursionError):
         pass
@@ -178,6 +190,18 @@ def _json_of(text: str, is_cut: bool) -> tuple[Any, tuple[str, ...]]:
         return None, ()
     content = content if isinstance(content, dict | list) and content else None
     return content, (*repairs, "json-cut" if is_cut else "json-syntax")
+
+
+def _json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    _require_different(name.strip().lower() for name, _ in pairs)
+    return dict(pairs)
+
+
+def _require_different(names: Iterable[str]) -> None:
+    """Raise RowError if a name of an answer's JSON occurs twice, since only one of its values could be kept."""
+    name, num = next(iter(Counter(names).most_common(1)), ("", 0))
+    if num > 1:
+        raise RowError(f"duplicate-field: the answer has {name!r} {num} times; expected it once")
 
 
 def _custom_fields(template: PromptTemplate, text: str) -> dict[str, str]:
@@ -193,11 +217,6 @@ def _custom_fields(template: PromptTemplate, text: str) -> dict[str, str]:
         raise RowError(f"unparsable: {template.parser} returned {type(fields).__name__}; expected names with texts")
     if not fields:
         raise RowError(f"unparsable: {template.parser} found nothing in the answer")
-    if template.encode and not any(fields.get(name, "").strip() for name in template.encode):
-        raise RowError(
-            f"missing-field: {template.parser} returned {', '.join(fields)}, but no text for "
-            f"{' or '.join(template.encode)}, which `encode` in the template names"
-        )
     return fields
 
 

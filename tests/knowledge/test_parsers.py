@@ -110,6 +110,8 @@ def test_json_with_bad_quotes_and_commas_is_mended():
         ('{"summary": " "}', "missing-field"),
         ('{"summary": {"a": 1}}', "wrong-type"),
         ('{"summary": true}', "wrong-type"),
+        ('{"summary": "a", "reasoning": "b", "Summary ": "c"}', "duplicate-field"),
+        ("{'summary': 'a', 'reasoning': 'b', 'summary': 'c',}", "duplicate-field"),
         ("[" * 100_000, "unparsable"),
     ],
 )
@@ -153,10 +155,12 @@ def test_a_parser_of_ones_own_stands_beside_its_template(tmp_path):
     assert parse_answer(template, "#sea #crime").fields == {"tags": "sea crime"}
     with pytest.raises(RowError, match=r"^unparsable: no tag"):
         parse_answer(template, "sea")
-    with pytest.raises(RowError, match=r"^missing-field: mine\.py returned tags, but no text for tag or mood, which"):
+    with pytest.raises(RowError, match=r"^missing-field: the answer has no text for tag or mood, which"):
         parse_answer(template.model_copy(update={"encode": ("tag", "mood")}), "#sea")
-    with pytest.raises(RowError, match=r"^missing-field: mine"):
+    with pytest.raises(RowError, match=r"^missing-field: the answer has no text for tags"):
         parse_answer(template.model_copy(update={"encode": ("tags",)}), "# ")
+    with pytest.raises(RowError, match=r"^missing-field: the answer has no text for Budget"):
+        parse_answer(FACTS.model_copy(update={"encode": ("Budget",)}), "Subject: the sea")
     (tmp_path / "mine.py").write_text(code + "    return text\n")
     load_parser.cache_clear()
     assert load_template("mine", tmp_path).parser_sha256 != template.parser_sha256
