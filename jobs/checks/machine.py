@@ -17,6 +17,7 @@ from tempfile import NamedTemporaryFile
 
 from packaging.requirements import Requirement
 
+from laserbatch.jobs.checks.model import check_prompts
 from laserbatch.jobs.checks.result import CheckResult
 from laserbatch.jobs.extensions import extension
 from laserbatch.jobs.settings import Settings
@@ -196,6 +197,7 @@ def check_tables(settings: Settings) -> Iterator[CheckResult]:
     else:
         left_out = "".join(f"; {finding.found}" for finding in findings if finding.kind == "left-out")
         yield CheckResult("tables", "ok", f"{path} has no fault{left_out}")
+        yield from check_prompts(settings)
 
 
 def check_delivery(settings: Settings) -> Iterator[CheckResult]:

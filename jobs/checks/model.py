@@ -1,14 +1,15 @@
 """Checks from its files whether the configured model fits this machine and engine; the model is not loaded."""
 
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 
 import torch
 
 from laserbatch.jobs.checks.result import CheckResult
-from laserbatch.jobs.formatting import counted
+from laserbatch.jobs.formatting import counted, format_counts
 from laserbatch.jobs.settings import Settings
-from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, NEEDS_A_TOKENIZER, needs_a_model
+from laserbatch.jobs.stages.inputs import NEEDS_A_MODEL, NEEDS_A_TOKENIZER, needs_a_model, writable_folder
 from laserbatch.pipeline.decoding.device_memory import host_memory, num_stored_values
 from laserbatch.pipeline.decoding.model.compute_type import choose_dtype
 from laserbatch.pipeline.decoding.model.described_weights import require_described_weights, require_token_rows
@@ -26,8 +27,14 @@ from laserbatch.pipeline.distributed.settings import usable_cores
 from laserbatch.pipeline.engine_choice import choose_engine, vllm_advice
 from laserbatch.pipeline.errors import ModelError
 from laserbatch.pipeline.gpus import num_gpus
+from laserbatch.pipeline.knowledge.histories import labels_of
+from laserbatch.pipeline.knowledge.prompts import count_refused, render_shown
+from laserbatch.pipeline.knowledge.questions import SideQuestions
 from laserbatch.pipeline.plugins import path_fields
+from laserbatch.pipeline.sides import SIDES
+from laserbatch.pipeline.tables.read import read_tables
 
+NUM_PROMPTS = 64  # of each side that are tried
 NO_CHAT_TEMPLATE = (
     "its tokenizer has no chat template: prompts go in as plain text",
     "Most instruction-tuned models have one: use the -Instruct model, or copy its chat_template",
@@ -122,6 +129,22 @@ def check_model(settings: Settings) -> Iterator[CheckResult]:
     if tokenizer.chat_template is None:
         yield CheckResult("model", "warning", *NO_CHAT_TEMPLATE)
     yield fitting_engine(settings, num_values, sum(path.stat().st_size for path in weights))
+
+
+def check_prompts(settings: Settings) -> Iterator[CheckResult]:
+    """Check whether prompts of the configured tables fit into `knowledge.max_prompt_tokens`, on a sample."""
+    of_tables, scratch = settings.tables, writable_folder(settings.workspace)
+    tables = read_tables(of_tables.required_path, scratch=scratch, keep_duplicates=of_tables.keep_duplicates)
+    tokenizer = load_tokenizer(settings.model_dir, settings.decoding.adapter)
+    labels, most = labels_of(tables.interactions, settings.knowledge.words.events), settings.knowledge.max_prompt_tokens
+    for side in SIDES:
+        template = settings.template(side, labels)
+        sample = SideQuestions(tables, side, template, "").sampled(NUM_PROMPTS)
+        render = partial(render_shown, template, tokenizer=tokenizer, max_prompt_tokens=most)
+        if refused := count_refused(render, sample):
+            text = f"{refused.total()} of {len(sample)} sampled {side}s have no prompt ({format_counts(refused)})"
+            hint = f"Raise knowledge.max_prompt_tokens (it is {most}), or let the template {template.name} show less"
+            yield CheckResult("prompts", "fault" if refused.total() == len(sample) else "warning", text, hint)
 
 
 def check_drafters(settings: Settings) -> Iterator[CheckResult]:

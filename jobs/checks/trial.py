@@ -121,7 +121,8 @@ def check_model_here(settings: Settings) -> Iterator[CheckResult]:
         tables = read_tables(path, keep_duplicates=settings.tables.keep_duplicates)
         tasks = _tasks(engine, settings, tables)
     if not tasks:
-        yield CheckResult("speed", "warning", f"no entity of {path} has a prompt, so nothing was measured")
+        text = f"no sampled entity of {path} has a prompt, so nothing was measured"
+        yield CheckResult("speed", "warning", text, "`laserbatch doctor` without --model says why")
         return
     decoding = _plain(settings)
     requests = [task.request(place, decoding) for place, task in enumerate(tasks)]

@@ -17,17 +17,18 @@ from laserbatch.jobs.stages.budgets import last_speed
 from laserbatch.jobs.stages.inputs import checked_inputs
 from laserbatch.jobs.stages.night import Night, leave_lost_pools, means, new_night, say_other_prompts
 from laserbatch.jobs.stages.night_plans import plan_night, predicted_cost
-from laserbatch.pipeline.knowledge.prompts import changed_parts
-from laserbatch.pipeline.knowledge.questions import SideQuestions
+from laserbatch.pipeline.knowledge.prompts import changed_parts, count_refused
+from laserbatch.pipeline.knowledge.questions import SHOWN_SCHEMA, SideQuestions, shown_of_row
 from laserbatch.pipeline.knowledge.records import PreviousKnowledge
 from laserbatch.pipeline.planning import column_changes
 from laserbatch.pipeline.planning.plan import Shard, SidePlan
 from laserbatch.pipeline.sides import SIDES, Side
-from laserbatch.pipeline.storage.parquet import read_parquet
+from laserbatch.pipeline.storage.parquet import read_parquet, read_rows
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.scratch import ScratchFolder
 from laserbatch.pipeline.storage.workspace import Workspace
 
+MAX_RENDERED = 256  # prompts of a side that are rendered to estimate how many are refused
 NEW, FORCED = "new", "forced"  # reasons to write a text that are not parts of a fingerprint
 
 
@@ -35,9 +36,10 @@ def planned_night(settings: Settings, date: datetime.date, force: bool, redo: bo
     """Predict the work of `run_night` with the same arguments, without writing to the workspace or locking it.
 
     Each side has counts of entities, of texts to write by reason (the parts of the fingerprint that changed, joined by
-    "+") and of shards, the columns that changed for over half of the entities with a text, tokens predicted from the
-    mean length of the last texts, and hours predicted from the last measured tokens per second. A value without a basis
-    is None. Raises the errors of `open_night`.
+    "+") and of shards, `refused_prompts` (how many of these texts go to quarantine because their prompt is too long,
+    estimated from a sample), the columns that changed for over half of the entities with a text, tokens predicted from
+    the mean length of the last texts, and hours predicted from the last measured tokens per second. A value without a
+    basis is None. Raises the errors of `open_night`.
     """
     inputs, tables = checked_inputs(settings, date)
     with ScratchFolder("dry-run") as scratch:
@@ -99,17 +101,40 @@ def _planned_side(night: Night, plan: SidePlan, scratch: RunFolder) -> dict[str,
     done = {record.info.planned_sha256 for record in records.values() if record.info is not None}
     pending = [shard for shard in plan.shards if shard.sha256 not in done]
     num_rows = sum(shard.num_rows for shard in pending)
+    refused = _refused_prompts(night, side, pending, num_rows, scratch)
+    num_sent = num_rows - sum(refused.values())
     mean_tokens = None if night.previous is None else means(night.previous, side, ["num_tokens"])[0]
-    tokens = None if mean_tokens is None else round(num_rows * mean_tokens)
+    tokens = None if mean_tokens is None else round(num_sent * mean_tokens)
     tokens_per_s = last_speed(night, [side])
-    cost = {"predicted_cost": predicted_cost(night, side, num_rows, tokens)} if night.settings.decoding.endpoint else {}
+    cost = {"predicted_cost": predicted_cost(night, side, num_sent, tokens)} if night.settings.decoding.endpoint else {}
     planned: dict[str, Any] = {"num_entities": plan.num_entities, "num_carried_over": plan.num_carried_over}
     planned["num_quarantined"] = plan.num_unpromptable
     planned |= {"postponed": plan.postponed} if plan.postponed else {}
     planned |= {"num_to_write": num_rows, "num_shards": len(pending)}
+    planned |= {"refused_prompts": refused} if refused else {}
     planned |= {"num_shards_done": len(plan.shards) - len(pending)} | _reasons(night, plan, pending, scratch)
     hours = None if tokens is None or not tokens_per_s else tokens / tokens_per_s / 3600
     return planned | {"predicted_tokens": tokens, "predicted_hours": hours} | cost
+
+
+def _refused_prompts(
+    night: Night, side: Side, shards: list[Shard], num_rows: int, scratch: RunFolder
+) -> dict[str, int]:
+    """The number of prompts that are refused when they are rendered, by reason, estimated from a sample of shards."""
+    places = np.unique(np.linspace(0, num_rows - 1, min(num_rows, MAX_RENDERED)).astype(np.int64))
+    first, reasons = 0, Counter[str]()
+    for shard in shards:
+        rows = places[(places >= first) & (places < first + shard.num_rows)] - first
+        first += shard.num_rows
+        if len(rows):
+            sample = read_rows(scratch.root / shard.path, rows, SHOWN_SCHEMA.names).to_pylist()
+            reasons += count_refused(partial(night.render, side), map(shown_of_row, sample))
+    refused = {reason: round(num * num_rows / len(places)) for reason, num in reasons.items()}
+    about = "about " * (len(places) < num_rows)
+    for reason, num in refused.items():
+        limit = f"knowledge.max_prompt_tokens is {night.settings.knowledge.max_prompt_tokens}"
+        say(f"WARNING: {side}s: {about}{num:,} of {num_rows:,} prompts would go to quarantine ({reason}; {limit})")
+    return refused
 
 
 def _reasons(night: Night, plan: SidePlan, shards: list[Shard], scratch: RunFolder) -> dict[str, Any]:

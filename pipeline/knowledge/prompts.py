@@ -8,7 +8,8 @@ import datetime
 import hashlib
 import json
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -85,6 +86,17 @@ def render_shown(
             f"{' with the newest event alone' * fewest}; the limit (knowledge.max_prompt_tokens) is {max_prompt_tokens}"
         )
     return encoded(num_shown)
+
+
+def count_refused(render: Callable[[Shown], RenderedPrompt], shown: Iterable[Shown]) -> Counter[str]:
+    """The number of entities for which `render` raises RowError, by the word that its reason begins with."""
+    reasons = Counter[str]()
+    for of_entity in shown:
+        try:
+            render(of_entity)
+        except RowError as error:
+            reasons[error.reason.partition(":")[0]] += 1
+    return reasons
 
 
 def digest(value: object) -> str:

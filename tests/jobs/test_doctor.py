@@ -71,6 +71,13 @@ def test_every_fault_is_told_with_how_to_mend_it_and_the_code_is_3(world, tmp_pa
         assert [line for line in lines if about in line and advice in line], (about, lines)
 
 
+def test_prompts_that_are_all_too_long_are_a_fault(world):
+    config = write_config(world, "short.yaml", knowledge={"max_prompt_tokens": 16})
+    found = findings(config, "machine.check_tables")
+    assert found["tables"].level == "ok" and found["prompts"].level == "fault"
+    assert "no prompt (too-long (" in found["prompts"].found and "Raise knowledge.max_prompt" in found["prompts"].hint
+
+
 @pytest.fixture
 def sample_copy(tmp_path):
     return shutil.copytree(SAMPLE_MODEL, tmp_path / "model")

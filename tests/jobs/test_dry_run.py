@@ -56,7 +56,9 @@ def test_a_dry_run_tells_who_would_be_written_and_why_and_writes_nothing(folder,
     assert plan["users"]["predicted_tokens"] == 3  # every planted text has one token by its record
     assert plan["predicted_cost"] == pytest.approx(3600 * plan["predicted_hours"]) and plan["predicted_hours"] > 0
     assert contents(folder / "workspace") == before
+    (folder / "laserbatch.yaml").write_text(yaml.safe_dump(settings | {"knowledge": {"max_prompt_tokens": 16}}))
     empty = planned(capfd, folder, "2025-03-04", "--workspace", str(folder / "none"))
+    assert empty["users"]["refused_prompts"] == {"too-long": 6} == {"too-long": empty["users"]["num_to_write"]}
     assert (
         empty["users"]["reasons"] == {"new": 6} and empty["predicted_hours"] is None and not (folder / "none").exists()
     )
