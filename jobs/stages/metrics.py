@@ -61,9 +61,13 @@ class NightMetrics:
 
 @dataclass
 class _Page:
-    """Lines of the exposition format: the samples of a metric follow its help and type."""
+    """Lines of the exposition format: the samples of a metric follow its help and type.
 
-    prefix: str = NAME
+    Every sample has the path of its workspace as a label, so that one Prometheus tells workspaces of a host apart.
+    """
+
+    prefix: str
+    workspace: Path
     lines: list[str] = field(default_factory=list)
 
     def add(self, name: str, about: str, *samples: tuple[Mapping[str, str], float | None]) -> None:
@@ -73,8 +77,16 @@ class _Page:
         name = f"{self.prefix}_{name}"
         self.lines += [f"# HELP {name} {about}", f"# TYPE {name} gauge"]
         for labels, value in known:
-            label_pairs = ",".join(f'{key}="{text.translate(ESCAPES)}"' for key, text in labels.items())
-            self.lines.append(f"{name}{f'{{{label_pairs}}}' if label_pairs else ''} {float(value):.17g}")
+            label_pairs = ",".join([self.label, *(_label(key, text) for key, text in labels.items())])
+            self.lines.append(f"{name}{{{label_pairs}}} {float(value):.17g}")
+
+    @property
+    def label(self) -> str:
+        return _label("workspace", str(self.workspace.resolve()))
+
+
+def _label(name: str, text: str) -> str:
+    return f'{name}="{text.translate(ESCAPES)}"'
 
 
 @contextmanager
@@ -115,7 +127,7 @@ def _refresh(path: Path, night: NightMetrics, workspace: Path, name: str, has_en
 
 def exposition(night: NightMetrics, workspace: Path, start_s: float, end_s: float, name: str = NAME) -> str:
     """The metrics of a night that has ended, in Prometheus' text format."""
-    page, none = _Page(name), {}
+    page, none = _Page(name, workspace), {}
     page.add("last_exit_code", "Exit code of the last attempt; 0 if the night succeeded.", (none, night.exit_code))
     page.add("last_attempt_timestamp_seconds", "Time at which the last attempt ended.", (none, end_s))
     page.add("last_attempt_seconds", "Duration of the last attempt.", (none, end_s - start_s))
@@ -126,8 +138,10 @@ def exposition(night: NightMetrics, workspace: Path, start_s: float, end_s: floa
 
 def running_exposition(night: NightMetrics, workspace: Path, path: Path, name: str = NAME) -> str:
     """The metrics of a running night; the metrics of the last attempt are copied from the file `path`."""
-    page, earlier = _Page(name), path.read_text(encoding="utf-8") if path.exists() else ""
-    page.lines += re.findall(rf"^(?:# \w+ )?{name}_last_(?:exit_code|attempt)\w* .*$", earlier, re.MULTILINE)
+    page, earlier = _Page(name, workspace), path.read_text(encoding="utf-8") if path.exists() else ""
+    of_attempt = rf"{name}_last_(?:exit_code|attempt)\w*"
+    copied = rf"^(?:# \w+ {of_attempt}|{of_attempt}{{{re.escape(page.label)}}}) .*$"
+    page.lines += re.findall(copied, earlier, re.MULTILINE)
     return _with_figures(page, night, workspace, is_running=1)
 
 
@@ -172,7 +186,7 @@ def _successes(workspace: Path) -> tuple[datetime.date | None, float | None]:
     """The date of the published run, and the time at which a run was last finished."""
     try:
         opened = Workspace.open(workspace, create=False)
-        finished = [run.success_path.stat().st_mtime for run in opened.runs() if run.is_finished]
+        finished = [run.finished_ns / 1e9 for run in opened.runs() if run.is_finished]
     except (LaserbatchError, OSError):
         return None, None
     published = None

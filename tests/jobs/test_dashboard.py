@@ -69,7 +69,8 @@ def test_the_dashboard_shows_the_metrics_that_a_night_writes_all_of_them_and_no_
     for panel in PANELS:
         for target in panel["targets"]:
             for selector in selectors(target["expr"]):
-                assert [str(matcher) for matcher in selector.matchers.matchers] == ['instance=~"$instance"']
+                matchers = [str(matcher) for matcher in selector.matchers.matchers]
+                assert matchers == ['instance=~"$instance"', 'workspace=~"$workspace"']
                 named = re.findall(r"{{(\w+)}}", target["legendFormat"])
                 assert set(named) - {"instance"} <= written[selector.name], panel["title"]
                 shown.add(selector.name)
@@ -96,12 +97,13 @@ def test_panels_lie_within_the_grid_and_cover_no_other():
         assert aside or place["y"] + place["h"] <= other["y"] or other["y"] + other["h"] <= place["y"], (place, other)
 
 
-def test_variables_name_the_data_source_and_the_instances_of_a_metric_that_every_night_writes(written):
-    source, instance = DASHBOARD["templating"]["list"]
+def test_variables_name_the_data_source_and_labels_of_a_metric_that_every_night_writes(written):
+    source, *labels = DASHBOARD["templating"]["list"]
     assert (source["name"], source["type"], source["query"]) == ("datasource", "datasource", "prometheus")
-    assert (instance["name"], instance["type"], instance["datasource"]) == ("instance", "query", SOURCE)
-    (metric,) = re.findall(r"^label_values\((\w+), instance\)$", instance["query"]["query"])
-    assert metric in written
+    for variable, name in zip(labels, ("instance", "workspace"), strict=True):
+        assert (variable["name"], variable["type"], variable["datasource"]) == (name, "query", SOURCE)
+        (metric,) = re.findall(rf"^label_values\((\w+)(?:{{.*}})?, {name}\)$", variable["query"]["query"])
+        assert metric in written
 
 
 def test_grafanas_own_types_lose_nothing_of_it():
@@ -121,6 +123,7 @@ def test_grafanas_own_types_lose_nothing_of_it():
 
 def test_alerts_are_of_metrics_that_a_night_writes(written):
     for rule in ALERTS:
+        assert "{{ $labels.workspace }}" in rule["annotations"]["summary"]
         assert {selector.name for selector in selectors(rule["expr"])} <= set(written), rule["alert"]
 
 

@@ -74,7 +74,8 @@ def test_a_night_goes_on_after_its_server_was_gone_and_after_its_money_had_run_o
     assert "has answered nothing for" in without_server.stderr and "the same command continues" in without_server.stderr
     run, num_first = RunFolder(next((folder / "workspace" / "runs").iterdir())), server.answered.total()
     manifest, num_kept = run.load_manifest(), num_rows(run)
-    assert f"\nlaserbatch_cost {manifest.generation.endpoint.cost:.17g}\n" in textfile.read_text()
+    label = f'{{workspace="{folder / "workspace"}"}}'
+    assert f"\nlaserbatch_cost{label} {manifest.generation.endpoint.cost:.17g}\n" in textfile.read_text()
     assert manifest.status == "failed" and manifest.generation.endpoint.num_requests == num_first > num_kept == 3
 
     refused = next(iter({prompt_of(body) for body in server.bodies} - set(server.answered)))
@@ -99,8 +100,8 @@ def test_a_night_goes_on_after_its_server_was_gone_and_after_its_money_had_run_o
     done_shards = [event for event in read_events(run.events_path) if event["event"] == "shard_done"]
     figures = textfile.read_text()
     assert [event["reasons"] for event in done_shards if event["reasons"]] == [{"refused": 1}]
-    assert f"\nlaserbatch_cost {printed['cost']:.17g}\n" in figures
-    assert re.search(r'^laserbatch_quarantined{side="\w+",reason="refused"} 1$', figures, re.MULTILINE)
+    assert f"\nlaserbatch_cost{label} {printed['cost']:.17g}\n" in figures
+    assert re.search(r'^laserbatch_quarantined{.*side="\w+",reason="refused"} 1$', figures, re.MULTILINE)
     (bad,) = [row for side in SIDES for row in run.read_quarantine(side).to_pylist()]
     assert (bad["reason"], bad["detail"]) == ("refused", "HTTP 400: no")
     num_entities = sum(side.num_entities for side in manifest.generation.sides.values())
