@@ -7,3 +7,7 @@ class LaserbatchError(Exception):
 
 class PoolError(LaserbatchError):
     """A pool, a router or a pool store is missing, damaged, or built for something else."""
+
+
+class OtherPoolFormat(PoolError):
+    """A pool is whole, but another version of laserbatch wrote it in its own format."""

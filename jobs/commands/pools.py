@@ -122,7 +122,9 @@ def _versions_table(versions: list[PoolVersion]) -> Table:
     for version in versions:
         row = {"": "*" if version.is_current else "", "version": version.version}
         sides = [_row(side, manifest) for side, manifest in version.pools.items()] or [_row("no pool", None)]
-        rows += [row | side for side in (sides if version.problem is None else [_row("damaged", None)])]
+        if version.problem is not None:
+            sides = [_row("other format" if version.is_other_format else "damaged", None)]
+        rows += [row | side for side in sides]
     return Table("Pools", rows, ("", "version", "side", "scope", "model"), "* marks the current pools")
 
 

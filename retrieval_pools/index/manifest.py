@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from laserbatch.retrieval_pools.atomic import sha256_file
-from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.errors import OtherPoolFormat, PoolError
 from laserbatch.retrieval_pools.index.arrays import map_array
 from laserbatch.retrieval_pools.index.calibration_record import Calibration
 from laserbatch.retrieval_pools.settings import DraftSettings, Frozen, PoolSettings
@@ -92,7 +92,8 @@ def read_manifest(folder: Path) -> PoolManifest:
         raise PoolError(f"{path} is damaged: {error}. {REBUILD}") from None
     version = data.get("format_version") if isinstance(data, dict) else None
     if version != FORMAT_VERSION:
-        raise PoolError(f"{folder} is a pool of format {version!r}; this version expects {FORMAT_VERSION}. {REBUILD}")
+        found = f"{folder} is a pool of format {version!r}; this version expects {FORMAT_VERSION}"
+        raise OtherPoolFormat(f"{found}. {REBUILD}")
     try:
         return PoolManifest.model_validate(data)
     except ValidationError as error:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from laserbatch.retrieval_pools import atomic
-from laserbatch.retrieval_pools.errors import PoolError
+from laserbatch.retrieval_pools.errors import OtherPoolFormat, PoolError
 from laserbatch.retrieval_pools.index.build import staged_folder, sync_folder
 from laserbatch.retrieval_pools.index.manifest import REBUILD, PoolManifest, Side
 from laserbatch.retrieval_pools.index.pool import Pool
@@ -43,6 +43,7 @@ class PoolVersion:
     ----------
     pools : the manifests of the sides that have a pool.
     problem : why the version cannot be used, or None. Only manifests and file sizes were checked.
+    is_other_format : whether the problem is that another version of laserbatch wrote it.
     """
 
     version: str
@@ -50,6 +51,7 @@ class PoolVersion:
     is_current: bool
     pools: dict[Side, PoolManifest]
     problem: str | None
+    is_other_format: bool = False
 
 
 @dataclass(frozen=True)
@@ -217,14 +219,14 @@ class PoolStore:
 
     def _describe(self, version: str, folder: Path, is_current: bool) -> PoolVersion:
         pools: dict[Side, PoolManifest] = {}
-        problem = None
+        problem, is_other_format = None, False
         try:
             for side in SIDES:
                 if (pool := self.open(version, side)) is not None:
                     pools[side] = pool.manifest
         except PoolError as error:
-            problem = str(error)
-        return PoolVersion(version, folder, is_current, pools, problem)
+            problem, is_other_format = str(error), isinstance(error, OtherPoolFormat)
+        return PoolVersion(version, folder, is_current, pools, problem, is_other_format)
 
     def _folders(self) -> dict[str, list[Path]]:
         """The folders of each version, by its name; the last one is its content and replaced the others."""

@@ -71,6 +71,11 @@ def test_damaged_version_is_listed_with_what_to_do(world, tmp_path):
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert "damaged" in result.stdout and VERSIONS[1] in result.stdout
     assert "laserbatch pools rebuild" in result.stderr
+    manifest = tmp_path / "workspace" / "pools" / VERSIONS[0] / "item" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format_version": 1}))
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert "other format" in result.stdout and "damaged" not in result.stdout
+    assert "is a pool of format 1; this version expects" in result.stderr and "pools rebuild`" in result.stderr
 
 
 def test_a_version_without_pools_is_listed_and_a_damaged_choice_is_named(world, tmp_path):
