@@ -127,11 +127,10 @@ def use_pools_of(workspace: Workspace, run_id: str) -> None:
     try:
         store.use(run_id)
     except PoolError as error:
-        how = f"`laserbatch pools rebuild --run {run_id}` builds them again"
         if store.use_none_of(workspace.publication.not_built_on()):
-            say(f"no pools are current, because the current ones belong to a run that was rolled back: {error} {how}")
+            say(f"no pools are current, because the current ones belong to a run that was rolled back: {error}")
         else:
-            say(f"the current pools do not change: {error} {how}")
+            say(f"the current pools do not change: {error}")
 
 
 def delivery_uri(workspace: Workspace, deliver_to: str | None) -> str | None:
