@@ -340,6 +340,7 @@ DECODER = {"decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim":
         ("mamba", {"state_size": 4}, "layers of linear_attention"),
         ("falcon", SMALL, "0 of its 2 layers use transformers' attention interface"),
         ("gptj", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "0 of its 2 layers"),
+        ("opt", DECODER | {"word_embed_proj_dim": 32}, r"cannot be run packed: .*\. Laserbatch's engine runs .*vllm"),
         ("bert", SMALL | {"intermediate_size": 48}, "keeps no keys and values of earlier tokens"),
         ("xmod", SMALL | {"intermediate_size": 48, "pad_token_id": 0}, "cannot be run: .*language"),
         ("diffllama", GROUPED, "a layer attends more than once"),
@@ -358,6 +359,12 @@ def test_model_that_cannot_be_packed_is_refused_for_its_reason(architecture, con
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **(SMALL | config)))
     with pytest.raises(ModelError, match=f"{architecture} .*{reason}"):
         prepare_model(model)
+
+
+def test_model_that_is_not_decoder_only_is_refused_by_its_type(folder):
+    AutoConfig.for_model("t5", **SMALL).save_pretrained(folder)
+    with pytest.raises(ModelError, match=r"a model of type t5, which is not decoder-only\. Laserbatch's engine runs"):
+        load_model(folder)
 
 
 def test_probe_leaves_windows_as_they_are():

@@ -24,12 +24,17 @@ from laserbatch.pipeline.decoding.batch import Feed
 from laserbatch.pipeline.decoding.kv_cache import KVCache
 from laserbatch.pipeline.decoding.model.cpu_linear import relayout_linear_layers
 from laserbatch.pipeline.decoding.model.folder import quantization_of
+from laserbatch.pipeline.decoding.model.known_models import KNOWN_KINDS
 from laserbatch.pipeline.decoding.model.runner import ModelRunner
 from laserbatch.pipeline.decoding.token_tree import TokenTree, TreeBatch
 from laserbatch.pipeline.errors import ModelError, first_line
 
 logger = logging.getLogger(__name__)
 
+SERVED = (
+    "Laserbatch's engine runs decoder-only models whose layers use transformers' attention interface, such as "
+    f"{', '.join(KNOWN_KINDS)}; for others set decoding.engine to vllm or endpoint"
+)
 _POSITION_DEPENDENT_ROPE = ("dynamic", "longrope")  # depend on the longest position in the batch
 # Kernels of packed weights may round differently for another number of tokens, whatever the type of activations.
 _QUANTISED_TOLERANCE = 0.05
@@ -41,6 +46,22 @@ _PROBE_WINDOW = 8  # sliding windows are shortened to this while the probe runs
 _PROMPT_LENGTHS, _FIRST_PARTS = (21, 6), (13, 2)  # both are fed in two parts; those of the first fill the window
 
 
+class _DamagedWeights(ModelError):
+    """The weights are unusable, whatever the architecture."""
+
+
+@contextmanager
+def naming_served_models() -> Iterator[None]:
+    """Add to a ModelError about an architecture which others can be run."""
+    try:
+        yield
+    except _DamagedWeights:
+        raise
+    except ModelError as error:
+        raise ModelError(f"{error}. {SERVED}") from error
+
+
+@naming_served_models()
 def refuse_by_config(config) -> None:
     """Refuse models that a short test would pass and a long text would break.
 
@@ -67,6 +88,7 @@ def refuse_by_config(config) -> None:
         )
 
 
+@naming_served_models()
 def check_equivalence(model, device: torch.device, vocab_size: int) -> int:
     """Compare a packed forward of two sequences and a tree with plain causal runs; return KV bytes per token.
 
@@ -139,7 +161,7 @@ def _make_ready(model, device: torch.device, probes: list["Probe"], tolerance: f
     except Exception as error:  # a model's code may raise anything
         raise ModelError(f"{name} cannot be run: {first_line(error)}") from error
     if any(logits.isnan().any() for logits in chain.from_iterable(plain)):
-        raise ModelError(
+        raise _DamagedWeights(
             f"{name} computes logits that are not numbers (NaN), even for one sequence: its weights have such values, "
             f"or values too large for {model.dtype}; download the checkpoint again"
         )

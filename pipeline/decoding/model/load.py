@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from laserbatch.pipeline.decoding.device_memory import (
@@ -22,7 +28,7 @@ from laserbatch.pipeline.decoding.device_memory import (
 )
 from laserbatch.pipeline.decoding.model import folder as files
 from laserbatch.pipeline.decoding.model.adapters import merge_adapter
-from laserbatch.pipeline.decoding.model.checks import check_equivalence, refuse_by_config
+from laserbatch.pipeline.decoding.model.checks import SERVED, check_equivalence, refuse_by_config
 from laserbatch.pipeline.decoding.model.compute_type import choose_dtype
 from laserbatch.pipeline.decoding.model.described_weights import (
     HARMLESS_WEIGHTS,
@@ -122,8 +128,10 @@ def packable_config(folder: Path):
     except Exception as error:  # transformers may raise anything
         raise ModelError(
             f"{folder}/config.json describes no model that this version of transformers can make "
-            f"({' '.join(str(error).split())[:200]}); models that bring their own code are not run"
+            f"({' '.join(str(error).split())[:200]}); models that bring their own code are not run. {SERVED}"
         ) from error
+    if not any(type(part) in MODEL_FOR_CAUSAL_LM_MAPPING for part in (config, config.get_text_config())):
+        raise ModelError(f"{folder} has a model of type {config.model_type}, which is not decoder-only. {SERVED}")
     refuse_by_config(config)
     return config
 
