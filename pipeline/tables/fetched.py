@@ -56,7 +56,7 @@ def scratch_for(folder: Path) -> Path:
 
 def shown_path(path: Path) -> str:
     """The name of a file or folder in messages: for a fetched one, its URI."""
-    for folder, uri in list(_URIS.items()):  # a thread may add one meanwhile
+    for folder, uri in reversed(list(_URIS.items())):  # a thread may add one meanwhile
         if path.is_relative_to(folder):
             within = path.relative_to(folder).as_posix()
             return uri if within == "." else f"{uri.partition('?')[0].rstrip('/')}/{within}"
@@ -83,6 +83,13 @@ def _fetched(uri: str, names: tuple[str, ...]) -> Path:
         _MADE.append(ScratchFolder("tables"))
         folder = _MADE[-1].path
         _URIS[folder] = uri
+        bucket = root.partition("/")[0]
+        places = ((bucket, f"the bucket or container {bucket} of {uri}"), (root, uri))
+        for place, shown in places if not files else ():  # a key may be for a folder of the bucket alone
+            if place and filesystem.get_file_info(place).type == pafs.FileType.NotFound:
+                folder = folder / "missing"  # as a missing local folder
+                _URIS[folder] = shown
+                return folder
         for name, size_and_time in files.items():
             target = folder / name
             (target if size_and_time is None else target.parent).mkdir(parents=True, exist_ok=True)

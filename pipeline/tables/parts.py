@@ -206,7 +206,7 @@ def tables_folder(path: Path | str) -> Path:
     """The local folder of tables, or of the local copy of tables at a URI. Raises TableError if it is not there."""
     path = fetched.local_tables(path, TABLE_NAMES)
     if not path.is_dir():
-        found = f"{path} is not {'a folder' if path.exists() else 'there'}"
+        found = f"{fetched.shown_path(path)} is not {'a folder' if path.exists() else 'there'}"
         expected, advice = "a folder with the tables users, items and interactions", "check the path"
         if replaced := folders_beside(path, REPLACED_SUFFIX):
             advice = f"a command that replaced them was killed: give it again, or move {replaced[-1]} to {path}"

@@ -52,6 +52,10 @@ def test_tables_at_a_uri_are_read_as_local_ones_and_their_faults_name_it(tmp_pat
     assert kinds.keys() >= {"unreadable", "missing-table", "unfinished"}
     assert f"{place}/damaged/interactions/_temporary holds" in kinds["unfinished"]
     assert f"{place}/damaged/items.parquet" in kinds["missing-table"]
+    missing = [f"{place}/nowhere"] + ["s3://no-such-bucket/tables"] * place.startswith("s3://")
+    for uri, named in zip(missing, (f"{place}/nowhere", "bucket or container no-such-bucket of s3://"), strict=False):
+        (finding,) = check_tables(uri)
+        assert named in finding.found and finding.found.endswith(" is not there")
     with pytest.raises(Exception, match=f"{place}/damaged/users.parquet.*cannot be read"):
         read_tables(f"{place}/damaged")
 
