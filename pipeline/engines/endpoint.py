@@ -27,6 +27,7 @@ from laserbatch.pipeline.sides import Side
 from laserbatch.pipeline.storage.figures import ModelFigures
 from laserbatch.retrieval_pools.sources import SOURCE_TARGET
 
+THOUGHTS = ("reasoning", "reasoning_content")  # fields of a message in which servers give its thoughts
 PATHS = {"completions": "/completions", "chat": "/chat/completions"}
 JSON_GRAMMAR = "start: %json "  # beginning of a grammar of `knowledge.forms` that is a JSON schema
 TICK_S, SAVE_EVERY_S = 1.0, 1.0  # between a waiting worker's signs of life; between saves of the spending
@@ -217,7 +218,11 @@ class EndpointEngine(TextEngine):
             count = len(choices) if isinstance(choices, list) else "no"
             raise RowError(f"malformed-answer: the answer has {count} choices; expected 1")
         message = choices[0].get("message")
-        choice = choices[0] | ({"text": message.get("content")} if isinstance(message, dict) else {})
+        choice = choices[0]
+        if isinstance(message, dict):
+            text, has_thoughts = message.get("content"), any(map(message.get, THOUGHTS))
+            # The server cut the thoughts before it; the blank lines after them belong to them, as in our own cut.
+            choice = choice | {"text": text.lstrip() if has_thoughts and isinstance(text, str) else text}
         if isinstance(message, dict) and message.get("refusal"):
             raise RowError("refused: the model refuses to answer")
         if (reason := choice.get("finish_reason")) not in ("stop", "length"):

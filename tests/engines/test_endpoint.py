@@ -255,6 +255,12 @@ def test_a_refusal_of_the_model_is_no_text(server, engine_of):
     assert reason_of(engine_of(api="chat")) == "refused: the model refuses to answer"
 
 
+def test_blank_lines_after_thoughts_that_the_server_cut_are_no_part_of_the_answer(server, engine_of):
+    message = {"role": "assistant", "content": "\n\nA quiet choice.", "reasoning_content": "Well."}
+    server.change = lambda answer: {"choices": [{"message": message, "finish_reason": "stop"}]}
+    assert written(engine_of(api="chat"), [request(0)])[0].text == "A quiet choice."
+
+
 PASSING = {
     "a storm of 429": Fault(429, {"error": {"message": "slow down"}}, {"retry-after": "0"}),
     "500": Fault(500, "oops"),
