@@ -121,21 +121,30 @@ def _init_in_schema(tables: str, out: Path, as_json: bool) -> None:
     guessed = _guessed(domain, first, {})
     write_text(_configuration(tables if is_uri(tables) else Path(tables).resolve(), "", guessed), out)
     settings = load_settings(out)
-    num_faults = count_faults(check_inputs(tables, settings))
+    num_faults, last_day = count_faults(check_inputs(tables, settings)), None
     if not num_faults:
-        opened = open_tables(tables)
+        opened = open_tables(tables, keep_duplicates=True)
+        newest = (pc.max(batch["timestamp"]).as_py() for batch in opened.interactions.to_batches(["timestamp"]))
+        last_day = max((moment.date() for moment in newest if moment is not None), default=None)
         say_left_out(settings, personal_data(opened.users, opened.items))
     outcome = {"configuration": str(out), "tables": "in the input schema already", "num_faults": num_faults}
     if not is_sample_world(tables):
         outcome["model"] = NEEDS_A_MODEL
     first_command = f"laserbatch data check {tables}{_named(out)}" if num_faults else f"laserbatch doctor{_named(out)}"
-    _finish(outcome, first_command, out, as_json)
+    _finish(outcome, first_command, out, as_json, last_day)
 
 
-def _finish(outcome: dict[str, Any], first_command: str, out: Path, as_json: bool) -> None:
-    """Print what was written and guessed, and the three commands that come next."""
-    yesterday = datetime.datetime.now(datetime.UTC).date() - datetime.timedelta(days=1)  # the last day that is over
-    commands = [first_command, f"laserbatch try{_named(out)}", f"laserbatch nightly --date {yesterday}{_named(out)}"]
+def _finish(
+    outcome: dict[str, Any], first_command: str, out: Path, as_json: bool, last_day: datetime.date | None = None
+) -> None:
+    """Print what was written and guessed, and the three commands that come next.
+
+    `last_day` is the day of the newest interaction, if it is known; the night is of that day, but not of a later one
+    than yesterday, the last day that is over.
+    """
+    yesterday = datetime.datetime.now(datetime.UTC).date() - datetime.timedelta(days=1)
+    date = yesterday if last_day is None else min(yesterday, last_day)
+    commands = [first_command, f"laserbatch try{_named(out)}", f"laserbatch nightly --date {date}{_named(out)}"]
     summary(outcome | ({"next": commands} if as_json else {}), as_json)
     if not as_json:
         print("next:", *commands, sep="\n  ")

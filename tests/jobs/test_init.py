@@ -103,7 +103,8 @@ def test_what_is_positive_is_guessed_of_tables_in_the_schema(tmp_path, capsys, c
     pq.write_table(pa.table(items), folder / "items.parquet")
     events = {"user_id": [7, 7], "item_id": [1, 1], "timestamp": [1_740_000_000, 1_740_000_001]} | columns
     pq.write_table(pa.table(events), folder / "interactions.parquet")
-    assert run_init(capsys, str(folder), tmp_path / "night.yaml")["num_faults"] == 0
+    printed = run_init(capsys, str(folder), tmp_path / "night.yaml")
+    assert printed["num_faults"] == 0 and "nightly --date 2025-02-19 " in printed["next"][2]  # of the newest row
     assert (
         "not known, so replace what is not a verb in the past: ab, auf" in (tmp_path / "night.yaml").read_text()
     ) == ("auf" in columns.get("event", ()))
