@@ -120,7 +120,8 @@ def history(
 ) -> None:
     """Write every version of the features that finished runs hold, with `valid_from` and `valid_to`.
 
-    `valid_to` is the time at which the next version took over, and null for current versions.
+    `valid_to` is the time at which the next version took over, or from which the features lack the entity because it
+    left the tables; null for current versions.
 
     Example: `laserbatch features history versions/ --workspace workspace`
     """

@@ -26,6 +26,7 @@ from laserbatch.pipeline.storage.parquet import iter_parquet, parquet_files
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.retrieval_pools.ids import rows_among
 
+_NEVER = np.iinfo(np.int32).max  # a day after all others
 _DAY_BITS = 20  # bits of a key for days since 1970: enough up to the year 4840
 
 
@@ -33,6 +34,8 @@ _DAY_BITS = 20  # bits of a key for days since 1970: enough up to the year 4840
 class Versions:
     """All versions of a side's features, sorted by entity, then by time."""
 
+    files: Mapping[str, Path]  # the feature tables that were read, by run id
+    id_column: str
     ids: pa.Array  # ids of the entities, distinct and sorted
     entities: np.ndarray  # int64[n], places in `ids`
     valid_from: np.ndarray  # int32[n], days since 1970 (UTC)
@@ -81,10 +84,24 @@ class Versions:
         ]
 
     def valid_to(self) -> np.ndarray:
-        """The day on which the next version replaced each one: int32[n], days since 1970; -1 for those still valid."""
-        ends = np.roll(self.valid_from, -1)
-        ends[np.append(self.entities[1:] != self.entities[:-1], True)[: len(ends)]] = -1
-        return ends
+        """The day on which each version was replaced, or on which features lack its entity, which left the tables.
+
+        Returns int32[n], days since 1970; -1 for those still valid. Reads the ids in all tables.
+        """
+        run_days = days_valid(pa.array(list(self.files)))
+        days = np.append(np.unique(run_days), _NEVER)
+        ends = np.full(len(self.entities), _NEVER)
+        has_next = np.append(self.entities[1:] == self.entities[:-1], False)[: len(ends)]
+        ends[has_next] = self.valid_from[1:][has_next[:-1]]
+        keys, is_seen = _keys(self.entities, self.valid_from), np.zeros(len(ends), bool)
+        for day, path in sorted(zip(run_days.tolist(), self.files.values(), strict=True), reverse=True):
+            for batch in iter_parquet(path, [self.id_column, "run_id"]):
+                held = _keys(rows_among(batch[self.id_column], self.ids), days_valid(batch["run_id"]))
+                places = np.minimum(np.searchsorted(keys, held), len(keys) - 1)
+                places = places[(keys[places] == held) & ~is_seen[places]]  # no later run has these versions
+                ends[places] = np.minimum(ends[places], days[np.searchsorted(days, day, side="right")])
+                is_seen[places] = True
+        return np.where(ends == _NEVER, -1, ends).astype(np.int32)
 
 
 @contextmanager
@@ -174,6 +191,8 @@ def read_versions(
     order = order[np.append(keys[order][1:] != keys[order][:-1], True)[: len(order)]]
     shape = (len(keys), dim)
     return Versions(
+        files=files,
+        id_column=f"{side}_id",
         ids=ids,
         entities=entities[order],
         valid_from=days[order],

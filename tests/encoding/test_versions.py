@@ -82,6 +82,15 @@ def test_a_version_holds_until_the_next_and_of_one_day_the_later_runs(tmp_path):
         assert versions.vectors[versions.rows][:, 0].tolist() == [1.0, 4.0, 2.0]
 
 
+def test_a_version_holds_until_its_entity_leaves_the_tables_also_if_it_comes_back(tmp_path):
+    a, b, again = ("a", "2025-01-01-aa", 1.0), ("b", "2025-01-01-aa", 2.0), ("b", "2025-01-07-aa", 3.0)
+    held = {"2025-01-01-aa": [a, b], "2025-01-03-aa": [a, b], "2025-01-05-aa": [a], "2025-01-07-aa": [again]}
+    files = {run: write_features(tmp_path / run, rows) for run, rows in held.items()}
+    with tempfile.TemporaryFile() as scratch:
+        ends = [str(end)[:10] for end in moments(read_versions(files, "user", scratch).valid_to())]
+    assert ends == ["2025-01-08", "2025-01-06", "None"]
+
+
 def test_ids_of_another_type_are_named(tmp_path):
     files = {"2025-01-01-aa": write_features(tmp_path / "1", [("a", "2025-01-01-aa", 1.0)])}
     with tempfile.TemporaryFile() as scratch, pytest.raises(WorkspaceError, match="int64, but the features"):
