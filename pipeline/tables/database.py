@@ -21,6 +21,7 @@ from laserbatch.pipeline.errors import first_line
 from laserbatch.pipeline.storage.scratch import ScratchFolder
 from laserbatch.pipeline.tables.findings import FaultyTable, Finding
 
+DAY_US = 86_400_000_000
 BATCH_ROWS, BATCH_BYTES = 16 * 1024, 4 << 20  # rows per batch of a file, bytes per batch of a server
 NOT_A_QUERY = "expected one SELECT statement"
 SERVERS = ("postgresql://", "postgres://")
@@ -115,11 +116,24 @@ def _server_rows(uri: str, query: str, table: str) -> Iterator[pa.RecordBatch]:
 
 
 def _plain(column: pa.Array, field: pa.Field, uri: str, table: str) -> pa.Array:
-    """A column in Arrow's types: decimals as they are declared, `char(n)` without the blanks that fill it up."""
+    """A column in Arrow's types: decimals as they are declared, `char(n)` without the blanks that fill it up.
+
+    Raises FaultyTable for a type or value that ADBC does not give as it is.
+    """
     metadata = field.metadata or {}
     kind = metadata.get(b"POSTGRESQL:type", b"unknown").decode()
     if kind == "bpchar":
         return pc.utf8_rtrim(column, " ")
+    if kind == "oid":
+        return column.view(pa.uint32())  # ADBC gives the upper half as negative numbers
+    if kind == "_oid":
+        raise _own_type(uri, table, field.name, "oid[]", "bigint[]")
+    if kind in ("time", "_time"):
+        times = column.flatten() if kind == "_time" else column
+        if pc.any(pc.equal(times.cast(pa.int64()), DAY_US)).as_py():  # Arrow's times end before it
+            raise _own_type(
+                uri, table, field.name, "time and a value of 24:00:00", "text[]" if kind == "_time" else "text"
+            )
     is_own = isinstance(field.type, pa.BaseExtensionType) and not isinstance(field.type, pa.UuidType | pa.JsonType)
     if not is_own and kind != "money":  # ADBC gives money as a count of cents
         return column

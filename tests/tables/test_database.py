@@ -273,6 +273,8 @@ def test_a_server_that_goes_away_in_the_middle_of_a_query_ends_the_import_and_le
         ("COPY events TO '/tmp/events.csv'", "cannot be queried .*one SELECT"),
         ("SELECT avg(price) AS price FROM products", r"type numeric of any number .*CAST\(price AS double"),
         ("SELECT CAST(12.34 AS money) AS price", r"type money; .*CAST\(price AS numeric\(20, 2\)\)"),
+        ("SELECT time '24:00:00' AS closes", r"time and a value of 24:00:00; .*CAST\(closes AS text\)"),
+        ("SELECT ARRAY[5::oid] AS files", r"type oid\[\]; .*CAST\(files AS bigint\[\]\)"),
         ("SELECT ARRAY[['a'], ['b']] AS \"a b\"", r"type array of arrays; .*CAST\(a b AS text\)"),
         ("SELECT point(1, 2) AS place", r"column has the type point.*CAST\(place AS text\) AS place"),
     ],
@@ -286,10 +288,11 @@ def test_options_of_the_uri_an_encoding_a_last_comment_nan_and_blanks_are_read_r
     uri = f"{server}{'&' if '?' in server else '?'}options=-csearch_path%3Dpg_catalog"
     uri += "&client_encoding=LATIN1"  # the default for a server's database in Latin-1
     query = "SELECT current_schemas(false)::text || U&' \\00e9' AS path, CAST('NaN' AS numeric(9, 2)) AS price, "
-    query += "CAST('a' AS char(3)) AS id, '{x,NULL}'::text[] AS tags"
+    query += "CAST('a' AS char(3)) AS id, '{x,NULL}'::text[] AS tags, 4000000000::oid AS file"
     for end in (" -- all", ";\n"):
         (rows,) = query_rows(uri, query + end, "items")
-        assert rows.to_pylist() == [{"path": "{pg_catalog} é", "price": None, "id": "a", "tags": ["x", None]}]
+        assert rows.to_pylist() == [{"path": "{pg_catalog} é", "price": None, "id": "a", "tags": ["x", None],
+                                     "file": 4_000_000_000}]  # fmt: skip
 
 
 def test_a_server_that_cannot_be_reached_is_named_without_its_user(server):
