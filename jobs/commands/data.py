@@ -14,7 +14,6 @@ from laserbatch.pipeline.storage.atomic import TEMPORARY_SUFFIX, atomic_folder, 
 from laserbatch.pipeline.tables.findings import count_faults
 from laserbatch.pipeline.tables.mapping import import_mapped, load_mapping
 from laserbatch.pipeline.tables.parts import require_only_tables
-from laserbatch.pipeline.tables.personal import personal_data
 from laserbatch.pipeline.tables.read import describe, find_exact_copies
 from laserbatch.pipeline.tables.source import list_source
 from laserbatch.pipeline.tables.streamed import open_tables
@@ -119,8 +118,7 @@ def _report_check(
     findings = check_inputs(path, settings)
     num_faults = count_faults(findings)
     if not num_faults:
-        tables = open_tables(path)
-        findings += left_out_of_prompts(settings, personal_data(tables.users, tables.items))
+        findings += left_out_of_prompts(settings, open_tables(path))
     outcome: dict = {"path": str(path), "num_faults": num_faults}
     if not num_faults and not settings.tables.keep_duplicates and (num_copies := find_exact_copies(path).sum()):
         outcome["exact copies of interactions, left out by runs"] = int(num_copies)

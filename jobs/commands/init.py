@@ -33,7 +33,6 @@ from laserbatch.pipeline.tables.findings import count_faults
 from laserbatch.pipeline.tables.guess import guess_mapping, read_sources, yaml_line
 from laserbatch.pipeline.tables.guessed_columns import SourceTable, kinds_of
 from laserbatch.pipeline.tables.parts import table_parts
-from laserbatch.pipeline.tables.personal import personal_data
 from laserbatch.pipeline.tables.schema import ID_COLUMNS, REQUIRED_COLUMNS, id_type
 from laserbatch.pipeline.tables.streamed import open_tables
 
@@ -126,7 +125,7 @@ def _init_in_schema(tables: str, out: Path, as_json: bool) -> None:
         opened = open_tables(tables, keep_duplicates=True)
         newest = (pc.max(batch["timestamp"]).as_py() for batch in opened.interactions.to_batches(["timestamp"]))
         last_day = max((moment.date() for moment in newest if moment is not None), default=None)
-        say_left_out(settings, personal_data(opened.users, opened.items))
+        say_left_out(settings, opened)
     outcome = {"configuration": str(out), "tables": "in the input schema already", "num_faults": num_faults}
     if not is_sample_world(tables):
         outcome["model"] = NEEDS_A_MODEL

@@ -86,7 +86,7 @@ def try_one(
     tables = read_tables(path, as_of=night_date, keep_duplicates=settings.tables.keep_duplicates)
     inputs.require_template_columns(path, settings, side)
     inputs.require_plain_words(settings)
-    inputs.say_left_out(settings, tables.personal)
+    inputs.say_left_out(settings, tables)
     of_all_dates = None if night_date is None else read_table(tables_folder(path), f"{side}s", None)
     alone = with_only(tables, side, user if item is None else item, of_all_dates)
     if inputs.needs_a_model(settings):

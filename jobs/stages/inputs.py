@@ -34,17 +34,20 @@ from laserbatch.pipeline.knowledge.chat_format import LOOKS_LIKE_CONTROL, contro
 from laserbatch.pipeline.knowledge.forms import require_form
 from laserbatch.pipeline.knowledge.parsers import load_parser
 from laserbatch.pipeline.knowledge.templates import Columns, load_template, template_path
+from laserbatch.pipeline.knowledge.values import num_longer
 from laserbatch.pipeline.sample.world import is_sample_world
 from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.atomic import sha256_file
-from laserbatch.pipeline.storage.manifest import LEFT_OUT
+from laserbatch.pipeline.storage.manifest import CUT, LEFT_OUT
 from laserbatch.pipeline.storage.uris import SERVICES
 from laserbatch.pipeline.tables import schema as sc
 from laserbatch.pipeline.tables.check import check_tables, require_sound
 from laserbatch.pipeline.tables.findings import Finding
 from laserbatch.pipeline.tables.log import only_chunk
 from laserbatch.pipeline.tables.parts import table_parts
+from laserbatch.pipeline.tables.personal import personal_data
 from laserbatch.pipeline.tables.read import Tables, describe, read_tables
+from laserbatch.pipeline.tables.streamed import OpenTables
 from laserbatch.pipeline.validation import line_of, nearest
 from laserbatch.retrieval_pools.routing.embeddings import id_column, read_embeddings
 
@@ -56,6 +59,7 @@ NEEDS_A_MODEL = (
     "Qwen/Qwen2.5-1.5B-Instruct --local-dir qwen` (docs/tables-and-models.md says which sizes fit)"
 )
 
+PERSONAL = "personal-data"  # kind of the findings on columns that prompts leave out
 NEEDS_A_TOKENIZER = (
     "decoding.model names no folder, but the server gets prompts as token ids of its model: set decoding.model to a "
     "folder with that model's tokenizer, or decoding.endpoint.api to chat"
@@ -82,39 +86,57 @@ def checked_inputs(settings: Settings, date: datetime.date) -> tuple[dict[str, d
     path = settings.tables.required_path
     require_files(settings)
     inputs, tables = sound_tables(settings, date, partial(check_inputs, path, settings))
-    for finding in say_left_out(settings, tables.personal):
-        inputs[finding.table].setdefault(LEFT_OUT, {})[finding.column] = finding.found
+    for finding in say_left_out(settings, tables):
+        key = LEFT_OUT if finding.kind == PERSONAL else CUT
+        inputs[finding.table].setdefault(key, {})[finding.column] = finding.found
     return inputs | _described_embeddings(settings, tables), tables
 
 
-def say_left_out(settings: Settings, personal: Mapping[Side, Mapping[str, str]]) -> list[Finding]:
+def say_left_out(settings: Settings, tables: Tables | OpenTables) -> list[Finding]:
     """Print and return the warnings of `left_out_of_prompts`."""
-    findings = left_out_of_prompts(settings, personal)
+    findings = left_out_of_prompts(settings, tables)
     for finding in findings:
         say(str(finding))
     return findings
 
 
-def left_out_of_prompts(settings: Settings, personal: Mapping[Side, Mapping[str, str]]) -> list[Finding]:
-    """A warning for each attribute that prompts leave out because it looks like personal data or a secret.
+def left_out_of_prompts(settings: Settings, tables: Tables | OpenTables) -> list[Finding]:
+    """Warnings of what prompts leave out: attributes that look like personal data or secrets, and ends of long values.
 
-    `personal` is the result of `tables.personal.personal_data`.
+    A value that two blocks of templates cut is counted by the block that cuts more.
     """
+    personal = tables.personal if isinstance(tables, Tables) else personal_data(tables.users, tables.items)
     shown_without: dict[tuple[str, str], str] = {}
+    cut: dict[tuple[str, str], tuple[int, int, str]] = {}
     for side in SIDES:
         template = settings.template(side)
-        blocks = [(template.attributes, side), *([(template.history, "item")] if template.history else [])]
-        for columns, of_side in blocks:
-            looks = personal.get(of_side, {})
+        blocks: list[tuple[str, Columns, Side]] = [("attributes", template.attributes, side)]
+        if template.history is not None:
+            blocks.append(("history", template.history, "item"))
+        for block, columns, of_side in blocks:
+            table, looks = sc.ENTITY_TABLES[of_side], personal.get(of_side, {})
+            entities = tables.users if of_side == "user" else tables.items
+            titles = ["title"] if of_side == "item" else []  # histories always show them
+            shown = columns.shown([*titles, *sc.attribute_columns(entities.schema, table)], looks)
+            for name in {*shown, *(titles if block == "history" else ())}:
+                if num := num_longer(entities[name], columns.max_value_chars):
+                    found = num, columns.max_value_chars, f"{block}.max_value_chars of {template.name}"
+                    cut[table, name] = max(cut.get((table, name), found), found)
             for name in set(columns.shown(dict.fromkeys(looks))) - set(columns.shown(dict.fromkeys(looks), looks)):
-                shown_without[sc.ENTITY_TABLES[of_side], name] = looks[name]
+                shown_without[table, name] = looks[name]
     return [
         Finding(
-            "personal-data", table, f"the column looks like {looks_like}, so prompts leave it out",
+            PERSONAL, table, f"the column looks like {looks_like}, so prompts leave it out",
             "no data that identifies a person", "to show it in prompts, add to `knowledge` in the configuration: "
             f"`personal_attributes: [{json.dumps(f'{table}.{name}', ensure_ascii=False)}]`", name, is_warning=True,
         )
         for (table, name), looks_like in sorted(shown_without.items())
+    ] + [
+        Finding(
+            "long-values", table, f"prompts cut {num:,} of its values", f"at most {most} characters",
+            f"to show more, raise {option} in a template of your own", name, is_warning=True,
+        )
+        for (table, name), (num, most, option) in sorted(cut.items())
     ]  # fmt: skip
 
 

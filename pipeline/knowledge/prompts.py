@@ -124,7 +124,8 @@ def have_same_tokens(fingerprints: pa.Array, shared: str) -> pa.Array:
 def attribute_line(name: str, value: object, columns: AttributeLines) -> str | None:
     """The line of one attribute; None if its value is empty."""
     text = value_text(value, columns, name)
-    label = plain_text(columns.labels.get(name, name), columns.max_value_chars)
+    label = columns.labels.get(name, name)
+    label = plain_text(label, len(label))
     return None if text is None else columns.line.format(label=label, value=text)
 
 

@@ -19,6 +19,7 @@ import pyarrow.types as pt
 
 from laserbatch.pipeline.knowledge.templates import Columns
 from laserbatch.pipeline.tables.columns import no_date
+from laserbatch.pipeline.tables.schema import is_list, is_text
 
 SMALLEST_PLAIN, LARGEST_PLAIN = 1e-12, 1e21  # numbers beyond these are written with an exponent
 PATH, SET = " > ", ", "
@@ -95,6 +96,17 @@ def plain_text(text: str, max_chars: int) -> str:
     """One line in NFC, of at most `max_chars`: a value cannot begin a new line and so pass for another value."""
     text = _in_one_line(text, max_chars)
     return text if len(text) <= max_chars else text[: max_chars - 1].rstrip() + "…"
+
+
+def num_longer(values: pa.ChunkedArray, max_chars: int) -> int:
+    """The number of texts, or lists of texts, that have more than `max_chars` characters in one line."""
+    if is_list(values.type) and is_text(values.type.value_type):
+        values = pc.binary_join(values.cast(pa.large_list(pa.large_string())), pa.scalar(SET, pa.large_string()))
+    elif not is_text(values.type):
+        return 0
+    long = values.filter(pc.greater(pc.utf8_length(values), max_chars))
+    in_one_line = pc.utf8_trim_whitespace(pc.replace_substring_regex(long, r"\s+", " "))
+    return pc.sum(pc.greater(pc.utf8_length(in_one_line), max_chars)).as_py() or 0
 
 
 def _in_one_line(text: str, max_chars: int) -> str:

@@ -15,6 +15,7 @@ from laserbatch.pipeline.storage import figures
 from laserbatch.pipeline.storage.atomic import canonical_json, read_json, write_json
 
 MANIFEST_VERSION = 2
+CUT = "cut_in_prompts"  # key of an input table: columns with values that prompts cut, and how many
 LEFT_OUT = "left_out_of_prompts"  # key of an input table: columns that look like personal data, and why
 
 

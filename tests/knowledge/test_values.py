@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from laserbatch.pipeline.knowledge.questions import SideQuestions, shown_of_row
 from laserbatch.pipeline.knowledge.templates import AttributeLines, KnowledgeSettings, PromptTemplate, load_template
-from laserbatch.pipeline.knowledge.values import number_text, value_text
+from laserbatch.pipeline.knowledge.values import num_longer, number_text, value_text
 from laserbatch.pipeline.tables.read import Tables
 
 TEMPLATE = PromptTemplate.model_validate(
@@ -173,3 +173,11 @@ def test_paths_of_the_configuration_reach_both_blocks_and_change_no_fingerprint_
     plain, template = load_template("kar_user"), KnowledgeSettings(paths=["category"]).template("user")
     assert template.attributes.paths == template.history.paths == ("category",)
     assert template.model_dump() == KnowledgeSettings().template("user").model_dump() != plain.model_dump()
+
+
+def test_values_that_are_cut_are_counted_in_one_line():
+    texts = pa.chunked_array([["a  " * 4, None, "x" * 9, " \n " + "x" * 8, ""]])
+    assert num_longer(texts, 8) == 1 and num_longer(pa.chunked_array([[10**9]]), 8) == 0
+    for kind in (pa.list_(pa.string()), pa.large_list(pa.large_string()), pa.list_(pa.string(), 2)):
+        lists = pa.array([["aaaaa", "bbbbb"], ["a", "b"], None], kind)
+        assert num_longer(pa.chunked_array([lists]), 8) == 1

@@ -202,12 +202,12 @@ def test_a_template_that_names_a_column_shows_it(world):
     )
     settings = Settings(knowledge={"template_dir": world, "user_template": "mine"})
     assert prompt_parts(world, settings)[0] == "- age: 20\n- note: -"
-    left_out = left_out_of_prompts(settings, read_tables(world).personal)
+    left_out = left_out_of_prompts(settings, read_tables(world))
     assert [finding.column for finding in left_out] == ["api_key", "zip_code"]
 
 
 def test_what_prompts_leave_out_is_said_with_the_line_that_shows_it(world):
-    api_key, note, zip_code = left_out_of_prompts(Settings(), read_tables(world).personal)
+    api_key, note, zip_code = left_out_of_prompts(Settings(), read_tables(world))
     assert str(zip_code) == (
         "warning: users.zip_code: the column looks like parts of postal addresses, by its name, so prompts leave it "
         "out; expected no data that identifies a person; to show it in prompts, add to `knowledge` in the "
@@ -217,7 +217,11 @@ def test_what_prompts_leave_out_is_said_with_the_line_that_shows_it(world):
 
 
 def test_a_night_says_what_prompts_leave_out_and_its_manifest_keeps_it(world, capfd):
+    items = pq.read_table(world / "items.parquet").to_pylist()
+    items[0]["title"] = "Heat " * 20
+    pq.write_table(pa.Table.from_pylist(items), world / "items.parquet")
     inputs, _ = checked_inputs(Settings(tables={"path": world}), datetime.date(2025, 3, 1))
+    assert inputs["items"]["cut_in_prompts"] == {"title": "prompts cut 1 of its values"}
     assert set(inputs["users"]["left_out_of_prompts"]) == {"zip_code", "note"}
     assert "warning: users.note: the column looks like e-mail addresses" in capfd.readouterr().err
     assert left_out_columns(SimpleNamespace(origin=SimpleNamespace(inputs=inputs))) == [
