@@ -63,8 +63,9 @@ class Problem:
     @cached_property
     def expected(self) -> torch.Tensor:
         """The correct result, computed by torch in float32."""
-        exact = (tensor.float() for tensor in (self.query, self.keys, self.values))
-        output = torch_attention(*exact, [one_group(self.metadata)], HEAD_DIM**-0.5, None, None, None)
+        query, keys, values = (tensor.float() for tensor in (self.query, self.keys, self.values))
+        groups = [one_group(self.metadata)]
+        output = torch_attention(query, keys, values, groups, HEAD_DIM**-0.5, None, None, None)
         return output.to(self.query.dtype)
 
     @property
@@ -85,9 +86,9 @@ def make_problem(batch: int, tree: int, context: int, device: torch.device) -> P
     trees = TreeBatch.of([_random_tree(rng, tree) for _ in range(batch)])
     masks = trees.ancestors.reshape(batch, tree)
     sizes = committed + 1 + tree
-    positions = committed[:, None] + np.pad(trees.depths.reshape(batch, tree), ((0, 0), (1, 0)))
+    positions = committed[:, None] + np.hstack((np.zeros((batch, 1), np.int32), trees.depths.reshape(batch, tree)))
 
-    def tensor(array, dtype=np.int32) -> torch.Tensor:
+    def tensor(array, dtype: type[np.integer] = np.int32) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(device)
 
     metadata = AttentionMetadata(
@@ -217,7 +218,7 @@ def measure_blocks(scale: Scale, device: torch.device, grid: Sequence) -> dict:
             ratios = [row["us"].median / first["us"].median for row, first in zip(own, rows, strict=False)]
             over_default[blocks] = float(np.exp(np.mean(np.log(ratios))))
             print(f"{over_default[blocks]:.3f} of the default's time  {blocks}", flush=True)
-    best = min(over_default, key=over_default.get, default=None)
+    best = min(over_default, key=lambda blocks: over_default[blocks], default=None)
     print(f"the best: {best}")
     return {"rows": rows, "best": best and {**asdict(best), "time_over_default": over_default[best]}}
 

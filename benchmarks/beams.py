@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 from unittest.mock import patch
 
 import numpy as np
@@ -37,13 +38,14 @@ from laserbatch.research.recommending.item_trie import ItemTrie
 from laserbatch.research.recommending.list_worker import TRIED_SHARES, fastest, tried_seconds
 from laserbatch.research.recommending.losses import strict_loss
 from laserbatch.research.recommending.models import Recommender, load_recommender
+from laserbatch.research.recommending.settings import DraftLoss
 from laserbatch.research.recommending.training import RecommenderOptions, train_draft, train_recommender
 
 WIDTH = 4  # width of draft models' beams and of earlier lists, as a multiple of a list's length
 QUALITY_OF = 10
 TRIED = 4  # number of untimed batches of users that choose how much `nights` drafts
 SAMPLED = ("atspeed_r", "sft")
-KINDS = ("sft", "wordkd", "tvdkd", "seqkd", "atspeed_s", "atspeed_r")
+KINDS: dict[str, DraftLoss] = {kind: kind for kind in get_args(DraftLoss)}
 ABLATIONS = {
     "atspeed_s, no density": lambda rows: strict_loss(rows, is_dense=False),
     "atspeed_s, unconstrained": lambda rows: strict_loss(rows, is_constrained=False),
@@ -108,7 +110,7 @@ def models_of(world: World, cache: Path, scale: Scale) -> dict[str, Recommender]
     for name in (*KINDS, *ABLATIONS):
         own = folder / name.replace(", ", "-").replace(" ", "-")
         if not (own / "recommender.json").exists():
-            kind = name.partition(",")[0]
+            kind = KINDS.get(name, "atspeed_s")
             # Methods that learn from lists see fewer histories, each of them more often.
             epochs = scale.epochs[1]
             if kind.startswith("atspeed") or kind == "seqkd":
@@ -206,7 +208,7 @@ def by_transformers(world: World, target: Recommender, users: Sequence[int], siz
             return [0]
         return (trie.codes[level][node, : trie.num_children[level][node]] + firsts[level]).tolist()
 
-    out = target.model.generate(
+    out = target.model.generate(  # pyright: ignore[reportCallIssue]
         ids.to(target.model.device), attention_mask=mask.to(target.model.device), num_beams=size,
         max_new_tokens=trie.num_levels, min_new_tokens=trie.num_levels,
         num_return_sequences=size, do_sample=False, length_penalty=0.0, pad_token_id=0, eos_token_id=None,

@@ -236,7 +236,7 @@ class Chaos:
 
     def _kill(self, kill: Kill, night: subprocess.Popen, place: Path, mark: str, cluster: "Cluster") -> None:
         """Wait for the moment, then kill. Raises Missed if the night was over before."""
-        names = {"actor": "ray::_Worker", "raylet": "raylet", "gcs": "gcs_server"} | {"task": TASKS.get(kill.stage)}
+        names = {"actor": "ray::_Worker", "raylet": "raylet", "gcs": "gcs_server"}
         run_folder = place / "workspace" / "runs"
         workers_mark = f"{mark}-cluster" if kill.kind == "node" else mark
         moments: dict[str, Callable[[], object]] = {
@@ -252,8 +252,9 @@ class Chaos:
         elif kill.kind == "driver-ray":
             victims = [night.pid]
         else:
-            wait_for(lambda: named(mark, names[kill.kind]), night)
-            victims = named(mark, names[kill.kind])[:1]
+            name = TASKS[kill.stage] if kill.kind == "task" else names[kill.kind]
+            wait_for(lambda: named(mark, name), night)
+            victims = named(mark, name)[:1]
         if night.poll() is not None or not victims:
             raise Missed
         for pid in victims:
@@ -327,7 +328,7 @@ def contents(place: Path) -> dict[str, str]:
             content = repr((table.schema, table.to_pylist())).encode()
             digests[str(path.relative_to(run.root))] = hashlib.sha256(content).hexdigest()
     pools = PoolStore(workspace.pools_folder)
-    current = pools.folder(pools.current_version())
+    current = pools.folder(pools.current_version() or sys.exit(f"{place} has no pools"))
     for path in sorted(current.rglob("*")):
         if path.is_file() and path.suffix != ".json":
             digests[f"pools/{path.relative_to(current)}"] = hashlib.sha256(path.read_bytes()).hexdigest()

@@ -87,7 +87,7 @@ class Watch(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         facts = getattr(record, "facts", {})
         if record.getMessage() == "stage_begin":
-            self._stage = {"generate": "plan"}.get(facts["stage"], facts["stage"])
+            self._stage = "plan" if facts["stage"] == "generate" else facts["stage"]
         elif record.getMessage() == "stage_end" and facts["stage"] == "gates":
             self._stage = "close"
         elif record.getMessage() == "finished":

@@ -47,7 +47,7 @@ Item = TypeVar("Item")
 Scale = TypeVar("Scale")
 
 
-def benchmark_parser(about: str, *options: str) -> argparse.ArgumentParser:
+def benchmark_parser(about: str | None, *options: str) -> argparse.ArgumentParser:
     """A parser with `--quick` and `--smoke` (both set `size`; default "full"), `--json` and the shared `options`."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     size = parser.add_mutually_exclusive_group()
@@ -126,7 +126,7 @@ class Interval:
         return cls(float(samples[0]), float(low), float(high))
 
 
-def resampled_totals(by_text: Sequence[float]) -> np.ndarray:
+def resampled_totals(by_text: Sequence[float] | np.ndarray) -> np.ndarray:
     """The sum of a quantity over texts, then over texts resampled with replacement: float64[1 + NUM_RESAMPLES].
 
     The resamples depend only on the number of texts, so that a ratio of two totals is paired text by text.

@@ -13,6 +13,8 @@ import pyarrow.parquet as pq
 from common import SEED
 from tasks import GOODREADS_PROMPT, chat_ids
 
+from laserbatch.pipeline.sides import Side
+
 
 @dataclass(frozen=True)
 class CorpusSize:
@@ -46,7 +48,7 @@ class Corpus:
     """
 
     name: str
-    side: str
+    side: Side
     pool: tuple[np.ndarray, ...]
     tuning: tuple[Document, ...]
     held_out: tuple[Document, ...]
@@ -78,7 +80,7 @@ def goodreads_corpus(tokenizer, data: Path, size: CorpusSize) -> Corpus:
     return _corpus("goodreads", "item", pairs, tokenizer, size)
 
 
-def _corpus(name: str, side: str, pairs: list[tuple[str, str]], tokenizer, size: CorpusSize) -> Corpus:
+def _corpus(name: str, side: Side, pairs: list[tuple[str, str]], tokenizer, size: CorpusSize) -> Corpus:
     pairs = _all_different(pairs)
     num_chosen = size.num_held_out + size.num_tuning
     if len(pairs) <= num_chosen:

@@ -20,8 +20,8 @@ import statistics
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -37,14 +37,15 @@ from torch.utils.data.dataloader import default_collate
 from laserbatch.ctr.dataset import CtrData, build_dataset
 from laserbatch.ctr.loop import RowTensors, _optimizers, _step, default_batch_size
 from laserbatch.ctr.metrics import measure
-from laserbatch.ctr.settings import CtrSettings
+from laserbatch.ctr.settings import CtrSettings, ModelName
 from laserbatch.ctr.training import build_network, train_model
+from laserbatch.pipeline.tables.read import Tables
 
 TRAIN_ROWS = 80_000
-MODELS = ("din", "dcnv2")
+MODELS: tuple[ModelName, ...] = ("din", "dcnv2")
 
 
-def movielens(folder: Path, num_rows: int | None) -> tuple[SimpleNamespace, datetime.date]:
+def movielens(folder: Path, num_rows: int | None) -> tuple[Tables, datetime.date]:
     """The tables of MovieLens 100K with one genre per item, and the last day of training."""
     users, items, log = (pq.read_table(folder / f"{name}.parquet") for name in ("users", "items", "interactions"))
 
@@ -52,7 +53,7 @@ def movielens(folder: Path, num_rows: int | None) -> tuple[SimpleNamespace, date
         return column.cast(pa.string())
 
     is_year = pc.match_substring_regex(items["year"], "^[0-9]+$")
-    tables = SimpleNamespace(
+    tables = Tables(
         users=pa.table({
             "user_id": text(users["user_id"]), "age": users["age"].cast(pa.int64()),
             "gender": text(users["gender"]), "occupation": text(users["occupation"]),
@@ -73,10 +74,10 @@ def movielens(folder: Path, num_rows: int | None) -> tuple[SimpleNamespace, date
 class FuxiCtr:
     """A network of FuxiCTR over our codes, with batches like those of FuxiCTR's loaders."""
 
-    def __init__(self, name: str, data: CtrData, settings: CtrSettings, seed: int) -> None:
-        from fuxictr.features import FeatureMap
-        from model_zoo.LongCTR.DCNv2.DCNv2 import DCNv2
-        from model_zoo.LongCTR.DIN.DIN import DIN
+    def __init__(self, name: ModelName, data: CtrData, settings: CtrSettings, seed: int) -> None:
+        from fuxictr.features import FeatureMap  # pyright: ignore[reportMissingImports]
+        from model_zoo.LongCTR.DCNv2.DCNv2 import DCNv2  # pyright: ignore[reportMissingImports]
+        from model_zoo.LongCTR.DIN.DIN import DIN  # pyright: ignore[reportMissingImports]
 
         self.data, self.max_history = data, settings.max_history
         features = FeatureMap("movielens", "")
@@ -127,7 +128,8 @@ class FuxiCtr:
 
     def loader(self, rows: np.ndarray, batch_size: int, shuffle: bool) -> DataLoader:
         """A loader that collates rows one by one, like FuxiCTR's NpzDataLoader."""
-        return DataLoader(self.rows[rows], batch_size, shuffle=shuffle, collate_fn=self.collate)
+        rows = self.rows[rows]
+        return DataLoader(rows, batch_size, shuffle=shuffle, collate_fn=self.collate)  # pyright: ignore[reportArgumentType]
 
     def epoch(self, batches) -> float:
         """Processor seconds of an epoch of training steps, including the time to make batches."""
@@ -146,7 +148,7 @@ class FuxiCtr:
 
     def fit(self, settings: CtrSettings, batch_size: int) -> np.ndarray:
         """Train; return the scores of the test rows after the epoch with the best validation AUC."""
-        data, best, best_auc, since = self.data, None, 0.0, 0
+        data, best, best_auc, since = self.data, np.empty(0), 0.0, 0
         for _ in range(settings.max_epochs):
             self.epoch(self.loader(data.train, batch_size, True))
             auc = roc_auc_score(data.labels[data.validation], self.scores(data.validation))
@@ -171,7 +173,7 @@ def our_epoch(network: torch.nn.Module, data: CtrData, settings: CtrSettings, st
     return time.process_time() - start_s
 
 
-def speeds(name: str, data: CtrData, settings: CtrSettings, num_turns: int, with_peer: bool) -> dict[str, float]:
+def speeds(name: ModelName, data: CtrData, settings: CtrSettings, num_turns: int, with_peer: bool) -> dict[str, float]:
     """Samples per second of each library; the libraries take turns."""
     network, state = build_network(name, data, None, settings, 0), []
     peer = FuxiCtr(name, data, settings, 0) if with_peer else None
@@ -197,11 +199,9 @@ def run(folder: Path, size: str) -> list[dict]:
     data = dataclasses.replace(with_past, past=np.zeros((len(with_past.users), 0), np.float32))
     labels, users = data.labels[data.test], data.users[data.test]
     is_cold, rows = data.is_cold[data.test], []
-    try:
-        import fuxictr  # noqa: F401
-    except ImportError:
+    with_peer = find_spec("fuxictr") is not None
+    if not with_peer:
         print("fuxictr is not installed here: only our models are measured", file=sys.stderr)
-    with_peer = "fuxictr" in sys.modules
     for name in MODELS:
         aucs: dict[str, list[float]] = {}
         for seed in range(num_seeds):

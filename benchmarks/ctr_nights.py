@@ -16,20 +16,20 @@ from chaos_nights import write_here
 from sklearn.metrics import log_loss, roc_auc_score
 
 from laserbatch.ctr.dataset import CtrData, build_dataset
+from laserbatch.ctr.feature_set import read_feature_set
 from laserbatch.ctr.gbdt import GbdtColumns, predict_gbdt
 from laserbatch.ctr.knowledge import Knowledge, build_knowledge, join_as_of
 from laserbatch.ctr.loop import predict
 from laserbatch.ctr.networks import ADAPTORS
-from laserbatch.ctr.settings import CtrSettings
+from laserbatch.ctr.settings import CtrSettings, ModelName
 from laserbatch.ctr.training import MODEL_TITLES, NETWORKS, train_model
 from laserbatch.jobs.settings import PACKAGE_ROOT, Settings, load_settings
-from laserbatch.jobs.stages.compare_ctr import compare_ctr, run_variants
+from laserbatch.jobs.stages.compare_ctr import compare_ctr
 from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.run_night import run_night
 from laserbatch.pipeline.encoding.versions import feature_versions
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
-from laserbatch.pipeline.tables.read import Tables
-from laserbatch.pipeline.tables.streamed import open_tables
+from laserbatch.pipeline.tables.streamed import OpenTables, open_tables
 
 WORLD_SEED = 7  # nothing was trained or chosen on this world
 NUM_ASKED = 40  # ratings that each user is asked for, to evaluate models
@@ -48,12 +48,11 @@ def sample_rows(num_users: int, days_before: Sequence[int], num_seeds: int) -> l
 def write_nights(folder: Path, num_users: int, days_before: Sequence[int]) -> Night:
     """Run the nights in a workspace; return the last one, which also has plainly decoded texts."""
     settings_of = sample_nights(folder, num_users, WORLD_SEED)
-    budget = {"decoding.max_draft_tokens": 16, "decoding.min_acceptance": 0.07, "decoding.verifier": VERIFIER}
-    night = None
-    for days in (*days_before, 0):
-        last = {"night.compare_with_plain": not days, "night.train_ctr": False}
-        night = run_night(settings_of(budget | last), LAST_DATE - datetime.timedelta(days=days))
-    return night
+    options: dict[str, object] = {"decoding.max_draft_tokens": 16, "decoding.min_acceptance": 0.07}
+    options |= {"decoding.verifier": VERIFIER, "night.train_ctr": False, "night.compare_with_plain": False}
+    for days in days_before:
+        run_night(settings_of(options), LAST_DATE - datetime.timedelta(days=days))
+    return run_night(settings_of(options | {"night.compare_with_plain": True}), LAST_DATE)
 
 
 def sample_nights(folder: Path, num_users: int, seed: int) -> Callable[[dict[str, object]], Settings]:
@@ -69,7 +68,7 @@ def mean_and_std(aucs: Sequence[float]) -> dict[str, float | None]:
     return {"auc_mean": statistics.fmean(aucs), "auc_std": statistics.stdev(aucs) if len(aucs) > 1 else None}
 
 
-def feature_rows(night: Night, tables: Tables, num_seeds: int) -> list[dict]:
+def feature_rows(night: Night, tables: OpenTables, num_seeds: int) -> list[dict]:
     """AUC without and with texts. Greedy texts share the row of plain texts: the engine's tests show their equality."""
     settings = CtrSettings(num_seeds=num_seeds)
     names = {title: name for name, title in MODEL_TITLES.items()}
@@ -85,14 +84,14 @@ def feature_rows(night: Night, tables: Tables, num_seeds: int) -> list[dict]:
     return rows
 
 
-def history_rows(night: Night, tables: Tables, num_seeds: int) -> list[dict]:
+def history_rows(night: Night, tables: OpenTables, num_seeds: int) -> list[dict]:
     """AUC by `ctr.history`, on the same test rows for all settings; and on training rows, where labels leak.
 
     `trained_on` "all" trains on the rows that the setting takes. With "older text", latest and asof train only on rows
     whose user and item have an older text, so that they differ only in the text that they see.
     """
     settings = CtrSettings(history="split")
-    features = {VERIFIER: run_variants(night.run, VERIFIER)[VERIFIER]}
+    features = {VERIFIER: read_feature_set(night.run.features_path("user").parent)}
     judged = build_dataset(tables, night.date, settings).test
     rows, has_older = [], None
     for history in ("asof", "latest", "split"):
@@ -119,9 +118,9 @@ def history_rows(night: Night, tables: Tables, num_seeds: int) -> list[dict]:
     return rows
 
 
-def adaptor_rows(night: Night, tables: Tables, num_seeds: int) -> list[dict]:
+def adaptor_rows(night: Night, tables: OpenTables, num_seeds: int) -> list[dict]:
     """AUC by `ctr.adaptor`, of validation rows (they chose the default adaptor) and of test rows."""
-    features = {VERIFIER: run_variants(night.run, VERIFIER)[VERIFIER]}
+    features = {VERIFIER: read_feature_set(night.run.features_path("user").parent)}
     data = build_dataset(tables, night.date, CtrSettings())
     knowledge = build_knowledge(tables, data, features, night.date, CtrSettings())[VERIFIER]
     rows = []
@@ -137,7 +136,7 @@ def adaptor_rows(night: Night, tables: Tables, num_seeds: int) -> list[dict]:
 
 
 def _judged(
-    model: str, data: CtrData, knowledge: Knowledge, settings: CtrSettings, seed: int
+    model: ModelName, data: CtrData, knowledge: Knowledge, settings: CtrSettings, seed: int
 ) -> tuple[float, float, float]:
     """AUC and LogLoss of the test rows, AUC of the training rows."""
     trained = train_model(model, data, knowledge, settings, seed)

@@ -9,7 +9,7 @@ import heapq
 import itertools
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -48,7 +48,7 @@ class Drafter:
         self.tokens = np.concatenate([document.prompt_ids, document.text_ids])
         self.num_prompt = self.length = len(document.prompt_ids)
 
-    def draft(self, max_nodes: int) -> tuple[Sequence[int], Sequence[int]]:
+    def draft(self, max_nodes: int) -> tuple[Sequence[int] | np.ndarray, Sequence[int] | np.ndarray]:
         """Token ids and parents of at most `max_nodes` likely next tokens; parents come first, -1 is the context."""
         raise NotImplementedError
 
@@ -63,8 +63,8 @@ class Drafter:
 class Tree(NamedTuple):
     """A draft tree of any drafter; parents come before their children, -1 is the context."""
 
-    token_ids: Sequence[int]
-    parents: Sequence[int]
+    token_ids: Sequence[int] | np.ndarray
+    parents: Sequence[int] | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class Trie(Drafter):
             self._temporary.append(key)
 
 
-def _counted(_, path: tuple[int, ...], children: Iterable, count: int = 0) -> tuple[int, int, Iterable]:
+def _counted(_, path, children, count: int = 0):
     return count, path[-1], children  # children are lazy
 
 

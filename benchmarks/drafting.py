@@ -325,7 +325,7 @@ def describe_corpus(corpus: Corpus) -> dict:
     }
 
 
-def describe(content: dict[str, list]) -> list[str]:
+def describe(content: dict) -> list[str]:
     """Tables for a terminal: all drafters, ours over each peer, and AAL by `min_support`."""
     where = {"corpus": "{corpus}", "K": "{k}"}
     columns = {

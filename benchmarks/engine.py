@@ -125,7 +125,7 @@ def contestants_at(
     task: Task,
     batch: int,
     engines: Engines,
-    peers: Peers,
+    peers: Peers | VllmPeer,
     pools: dict[str, GroupedPool],
     scale: Scale,
     rates: DeviceRates,
@@ -154,7 +154,7 @@ def measure_batch(
     task: Task,
     batch: int,
     engines: Engines,
-    peers: Peers,
+    peers: Peers | VllmPeer,
     pools: dict[str, GroupedPool],
     scale: Scale,
     rates: DeviceRates,
@@ -179,7 +179,7 @@ def measure_batch(
 
 
 def measure_task(
-    task: Task, engines: Engines, peers: Peers, scale: Scale, cache: Path, rates: DeviceRates
+    task: Task, engines: Engines, peers: Peers | VllmPeer, scale: Scale, cache: Path, rates: DeviceRates
 ) -> Iterator[list[dict]]:
     """Yield the rows of one task, one batch size at a time, the largest first."""
     with tempfile.TemporaryDirectory() as folder:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 from common import SEED
+from numpy.typing import ArrayLike
 from scipy.sparse import csr_array
 from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import TfidfTransformer
@@ -96,7 +97,7 @@ def like_groups(task: Task) -> Groups:
     with threadpool_limits(1):  # with threads the order of sums varies, but equal inputs must give equal groups
         weights = TfidfTransformer(sublinear_tf=True).fit(bags[:num_pool])
         reduced = TruncatedSVD(num_components, random_state=SEED).fit(weights.transform(bags[:num_pool]))
-        vectors = normalize(reduced.transform(weights.transform(bags)))  # (num_prompts, num_components)
+        vectors = np.asarray(normalize(reduced.transform(weights.transform(bags))))  # (num_prompts, num_components)
     labels = cluster_embeddings(vectors[:num_pool], default_num_groups(num_pool), SEED)
     centres = np.stack([vectors[:num_pool][labels == group].mean(axis=0) for group in range(labels.max() + 1)])
     distances = ((vectors[num_pool:, None] - centres) ** 2).sum(axis=-1)
@@ -110,7 +111,7 @@ def random_groups(task: Task) -> Groups:
     return _named(prompts, np.random.default_rng(SEED).integers(0, num_groups, len(prompts)))
 
 
-def _named(prompts: Sequence[np.ndarray], labels: Sequence[int]) -> Groups:
+def _named(prompts: Sequence[np.ndarray], labels: Sequence[int] | np.ndarray) -> Groups:
     return {prompt.tobytes(): f"g{label}" for prompt, label in zip(prompts, labels, strict=True)}
 
 
@@ -122,7 +123,7 @@ def _bags(prompts: Sequence[np.ndarray]) -> csr_array:
     return bags
 
 
-def calibrated_by(grouped: GroupedPool, prompts: Sequence[np.ndarray], texts: Sequence[Sequence[int]]) -> GroupedPool:
+def calibrated_by(grouped: GroupedPool, prompts: Sequence[np.ndarray], texts: Sequence[ArrayLike]) -> GroupedPool:
     """The same pool, calibrated by replays of the given texts."""
     calibration = _replayed(grouped.pool, _documents(prompts, texts, grouped.groups))
     return replace(grouped, pool=grouped.pool.with_calibration(calibration))
@@ -140,11 +141,9 @@ def calibrated_pool(
     return GroupedPool(pool, groups)
 
 
-def _documents(
-    prompts: Sequence[np.ndarray], texts: Sequence[Sequence[int]], groups: Groups | None
-) -> list[ReplayText]:
+def _documents(prompts: Sequence[np.ndarray], texts: Sequence[ArrayLike], groups: Groups | None) -> list[ReplayText]:
     return [
-        ReplayText(prompt, np.asarray(text, np.int32), None, groups and groups[prompt.tobytes()])
+        ReplayText(prompt, np.asarray(text, np.int32), None, groups[prompt.tobytes()] if groups else None)
         for prompt, text in zip(prompts, texts, strict=True)
     ]
 

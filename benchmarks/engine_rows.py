@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from common import Figure, Spread
 from engine_passes import Counted, Repetitions, over_best, ratios
 from engine_systems import ADAPTIVE, PEER, PLAIN, Contestant
+from roofline import WatchedPlain
 from systems import Pass
 
 LONG, SHORT = "reki", "goodreads-items"
@@ -38,7 +39,7 @@ def row_of(contestant: Contestant, passes: Mapping[tuple, Repetitions], counts: 
     ----------
     counts : by key, the counted steps of the systems of our engine.
     """
-    own = passes[contestant.key]
+    own, runner = passes[contestant.key], contestant.runner
     joined = [Pass.joined(parts) for parts in own]
     first, plain = joined[0], Pass.joined(passes[PLAIN, None][0])
     both = list(zip(first.texts, plain.texts, strict=False))
@@ -65,7 +66,7 @@ def row_of(contestant: Contestant, passes: Mapping[tuple, Repetitions], counts: 
         "ratio_to_plain": Spread.of(over_plain),
         "ratio_to_transformers": Spread.of(ratios(own, passes[PEER, None])) if (PEER, None) in passes else None,
         "counted_to_plain": counts[contestant.key].over(counts[PLAIN, None]) if contestant.key in counts else None,
-        "roofline_share": Spread.of(contestant.runner.shares[1:]).median if contestant.system == PLAIN else None,
+        "roofline_share": Spread.of(runner.shares[1:]).median if isinstance(runner, WatchedPlain) else None,
     } | _over_fixed(contestant, passes, counts)
 
 

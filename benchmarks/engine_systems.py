@@ -50,9 +50,9 @@ class Speculation(NamedTuple):
     verifier: str
 
     @property
-    def pool_name(self) -> str | None:
-        """The name of the pool as nights with this verifier calibrate it: see `relaxed_pools`."""
-        return self.pool if self.pool is None or self.verifier == "greedy" else f"{self.pool}, relaxed"
+    def pool_name(self) -> str:
+        """The name of the pool as nights with this verifier calibrate it (see `relaxed_pools`), if it has a pool."""
+        return (self.pool or "") + ("" if self.verifier == "greedy" else ", relaxed")
 
 
 SPECULATIONS = {
@@ -97,7 +97,6 @@ class Engines:
 
     def __init__(self, model_dir: Path, dtype: str, device: str) -> None:
         self._loaded: LoadedModel = load_model(model_dir, dtype, device)
-        self._dtype = dtype
         self._engine: Engine | None = None
         self._step_costs: dict[int, StepCost] = {}
 
@@ -116,7 +115,7 @@ class Engines:
             gc.collect()
             if self._loaded.device.type == "cuda":
                 torch.cuda.empty_cache()
-            self._engine = Engine(self._loaded, DecodingSettings(dtype=self._dtype, batch_size=batch))
+            self._engine = Engine(self._loaded, DecodingSettings(batch_size=batch))
         return self._engine
 
     def step_cost(self, batch: int, pool: Pool | None) -> StepCost:
@@ -131,7 +130,7 @@ class Peers:
     """The systems of transformers, with their own copy of the weights; assisted, the model's first layers draft."""
 
     def __init__(self, model_dir: Path, dtype: str, device: str) -> None:
-        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype)).to(device).eval()
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype), device_map=device).eval()
         half = max(1, model.config.get_text_config().num_hidden_layers // 2)
         self._generate = TransformersGenerate(model)
         self._one_by_one = {

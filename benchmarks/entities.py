@@ -7,6 +7,7 @@ import math
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -37,7 +38,7 @@ class HistoryEvent:
 
     item_id: str | int
     title: str
-    attributes: dict[str, object]  # of the item, without its title and None values
+    attributes: dict[str, Any]  # of the item, without its title and None values
     rating: float | None
     event: str | None = None
 
@@ -48,7 +49,7 @@ class Entity:
 
     side: Side
     entity_id: str | int
-    attributes: dict[str, object]  # without None values and `created_at`, including an item's title
+    attributes: dict[str, Any]  # without None values and `created_at`, including an item's title
     history: tuple[HistoryEvent, ...] = ()  # oldest first; empty for items
 
 
@@ -60,7 +61,8 @@ def iter_entities(tables: Tables, side: Side, entity_ids: Iterable[str | int] | 
         is_wanted = pc.is_in(table[key], value_set=pa.array(list(entity_ids), table[key].type))
         rows, table = rows[is_wanted.to_numpy()], table.filter(is_wanted)
     log_rows = {"row": lambda at: np.arange(at.start, at.stop)}
-    histories, items = Histories(tables, log_rows) if side == "user" else None, {}
+    histories = Histories(tables, log_rows) if side == "user" else None
+    items: dict[int, tuple[str | int, str, dict[str, Any]]] = {}
 
     def event(place: int) -> HistoryEvent:
         row = int(histories.items[place])
@@ -79,7 +81,7 @@ def iter_entities(tables: Tables, side: Side, entity_ids: Iterable[str | int] | 
             yield Entity(side, values.pop(key), _known(values), tuple(map(event, places)))
 
 
-def _known(values: dict[str, object]) -> dict[str, object]:
+def _known(values: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in values.items()

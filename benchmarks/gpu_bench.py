@@ -3,6 +3,7 @@
 import argparse
 import gc
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -58,7 +59,6 @@ class Bench:
         """A new engine; the caller must not hold the previous one."""
         release_memory(self.device)
         settings = DecodingSettings(
-            dtype=self.dtype,
             batch_size=batch,
             attention=self.options.attention or ("triton" if self.device.type == "cuda" else "auto"),
             max_cache_tokens=self.max_cache_tokens,
@@ -78,7 +78,7 @@ def fused_of(model) -> dict[str, object]:
     return {name: getattr(model, name, None) for name in FUSED}
 
 
-def set_fused(model, layers: dict[str, object]) -> None:
+def set_fused(model, layers: Mapping[str, object]) -> None:
     """Set the model's fused layers; new engines use them."""
     for name, value in layers.items():
         if hasattr(model, name):

@@ -89,8 +89,8 @@ def run_phases(run: Run) -> int:
         run_correctness(run, DEVICE_TESTS, run.deadline.limit(110), sanitizes=True)
     if "a-short" in phases:
         run_correctness(run, SHORT_TESTS, run.deadline.limit(70), sanitizes=False)
-    items = [item for phase in phases if phase in ("load", "c", "c-short") for item in PHASE_ITEMS[phase]]
-    later = [item for phase in phases if phase in ("f", "p", "f-more") for item in PHASE_ITEMS[phase]]
+    items: list[str] = [item for phase in phases if phase in ("load", "c", "c-short") for item in PHASE_ITEMS[phase]]
+    later: list[str] = [item for phase in phases if phase in ("f", "p", "f-more") for item in PHASE_ITEMS[phase]]
     if options.items:
         items = [item for item in options.items if item.split("/")[0] in ("rates", "gemms", "steps")]
         later = [item for item in options.items if item not in items]

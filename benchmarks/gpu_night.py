@@ -224,11 +224,11 @@ def main(words: Sequence[str] | None = None) -> int:
         rows.add("night", "model", seconds=time.monotonic() - start_s, returncode=made.returncode)
         if made.returncode:
             return 1
-        first, *others = options.nights
-        if not run_night(*first, folder, model, options, rows, deadline):
+        (night, num_workers), *others = options.nights
+        if not run_night(night, num_workers, folder, model, options, rows, deadline):
             return 1
         shutil.move(folder / "workspace", folder / "first-workspace")
-        return int(not all([run_night(*night, folder, model, options, rows, deadline) for night in others]))
+        return int(not all([run_night(night, num, folder, model, options, rows, deadline) for night, num in others]))
 
 
 if __name__ == "__main__":

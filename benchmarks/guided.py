@@ -22,6 +22,7 @@ from unittest.mock import patch
 import numpy as np
 from common import Figure, finish, scale_of, table
 from rule_quality import MODEL, begun, is_kept
+from systems import successes
 from tasks import Task, TaskSize, movielens_settings, movielens_tasks
 
 from laserbatch.pipeline.decoding import guided
@@ -96,7 +97,8 @@ def measure(engine: Engine, task: Task, template: PromptTemplate, decoding: Deco
         budget = Budget(0 if drafts is None else MAX_DRAFT_TOKENS, MIN_ACCEPTANCE)
         with timed_guiding() as guiding_s:
             start_s = time.perf_counter()
-            results = {result.request_id: result for result in engine.generate(requests, drafts, Greedy(), budget)}
+            written = engine.generate(requests, drafts, Greedy(), budget)
+            results = {result.request_id: result for result in successes(written)}
             seconds = time.perf_counter() - start_s
         texts = [results[request.request_id] for request in requests]
         plain = texts if way == "guided" else plain
@@ -112,7 +114,7 @@ def measure(engine: Engine, task: Task, template: PromptTemplate, decoding: Deco
             "tokens_per_s": num_tokens / seconds,
             "guiding": guiding_s[0] / seconds,
             "num_as_guided": sum(
-                np.array_equal(*(text.token_ids for text in pair)) for pair in zip(texts, plain, strict=False)
+                np.array_equal(text.token_ids, other.token_ids) for text, other in zip(texts, plain, strict=False)
             ),
         }
 

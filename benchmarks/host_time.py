@@ -29,6 +29,7 @@ from common import Figure, Spread, begin, benchmark_parser, finish, scale_of, tu
 from corpora import Corpus, CorpusSize, goodreads_corpus, reki_corpus
 from step_profile import engine_of, profile
 from step_spans import HOST_PARTS
+from systems import successes
 from tasks import build
 from widen import GEOMETRIES, Geometry
 
@@ -38,6 +39,7 @@ from laserbatch.pipeline.decoding.attention.metadata import AttentionMetadata
 from laserbatch.pipeline.decoding.batch import Batch
 from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter, RetrievalDrafter
 from laserbatch.pipeline.decoding.engine import Engine
+from laserbatch.pipeline.decoding.kv_cache import RowLease
 from laserbatch.pipeline.decoding.model.cuda_graphs import BufferedForward
 from laserbatch.pipeline.decoding.model.load import LoadedModel, load_model
 from laserbatch.pipeline.decoding.sequence import GenerationRequest
@@ -108,34 +110,34 @@ class ScriptedForward(BufferedForward):
     """
 
     def __init__(self, engine: Engine, texts: dict[bytes, np.ndarray], end_id: int) -> None:
-        super().__init__(engine.runner.head, engine.cache, engine.device, None)
+        super().__init__(engine.runner.head, engine.cache, engine.device, None)  # pyright: ignore[reportArgumentType]
         self.steps: list[tuple[int, int]] = []
         self._script = np.full((engine.cache.max_rows, 2 * max(map(len, texts.values())) + 1024), end_id, np.int64)
         self._rows: list[int] = []  # cache rows of the step's sequences
         acquire, forward = engine.cache.acquire, engine.runner.forward
 
-        def scripted_acquire(token_ids, *limits):
-            lease = acquire(token_ids, *limits)
+        def scripted_acquire(token_ids: np.ndarray, num_expected: int, shares: bool = True) -> RowLease | None:
+            lease = acquire(token_ids, num_expected, shares)
             if lease is not None:
                 text = texts[token_ids.tobytes()]
                 self._script[lease.row] = end_id
                 self._script[lease.row, : len(text)] = text
             return lease
 
-        def scripted_forward(feeds, trees):
+        def scripted_forward(feeds, trees=None):
             self._rows = [feed.row for feed in feeds]
             return forward(feeds, trees)
 
         engine.cache.acquire, engine.runner.forward, engine.runner.buffered = scripted_acquire, scripted_forward, self
 
-    def run(self, batch: Batch, metadata: AttentionMetadata) -> Scripted:
+    def run(self, batch: Batch, metadata: AttentionMetadata) -> Scripted:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The scripted token that follows each wanted token."""
         self._run(batch, metadata)
         self.steps.append((len(batch), int(batch.num_committed.sum())))
         row_of = np.repeat(self._rows, batch.sizes)
         return Scripted(self._script[row_of[batch.logit_indices], batch.positions[batch.logit_indices] + 1])
 
-    def _forward(self, buffers, shape) -> None:
+    def _forward(self, buffers, shape) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         return None
 
 
@@ -186,7 +188,7 @@ def stream_turn(
 
     `results_ms` is the time to decode and hand over results; `host_ms` excludes it. Both are means over steps.
     """
-    end_id = int(loaded.tokenizer.eos_token_id)
+    end_id = loaded.end_ids[0]
     documents = [corpus.held_out[number % len(corpus.held_out)] for number in range(num_texts)]
     settings = DecodingSettings(
         batch_size=batch, max_draft_tokens=draft_size, min_acceptance=0.0, max_cache_tokens=1 << 20
@@ -201,17 +203,17 @@ def stream_turn(
     drafter, result_of = drafter_of(pool, draft_size, num_threads), engine.result
     results_s = 0.0
 
-    def timed_result(*ended):
+    def timed_result(sequence, outcome):
         nonlocal results_s
         start = time.perf_counter()
-        result = result_of(*ended)
+        result = result_of(sequence, outcome)
         results_s += time.perf_counter() - start
         return result
 
     engine.result = timed_result
     with mock.patch.object(acceptance, "judge_rows", judge_scripted):
         start = time.perf_counter()
-        written = list(engine.generate(requests, drafter, Greedy()))
+        written = list(successes(engine.generate(requests, drafter, Greedy())))
         took = time.perf_counter() - start
     for result in written:
         scripted = documents[int(result.request_id)].text_ids

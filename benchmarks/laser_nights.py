@@ -7,7 +7,7 @@ import dataclasses
 import datetime
 import statistics
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from laserbatch.jobs.stages.night import Night
 from laserbatch.jobs.stages.run_night import run_night
 from laserbatch.pipeline.decoding.drafters import RetrievalDrafter
 from laserbatch.pipeline.sample.world import LAST_DATE
-from laserbatch.pipeline.sides import SIDES
+from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.storage.parquet import read_parquet
 from laserbatch.pipeline.storage.run_folder import RunFolder
 from laserbatch.pipeline.storage.stats import DecodingStats
@@ -64,7 +64,7 @@ def write_nights(folder: Path, num_users: int) -> tuple[dict[str, Night], list[d
     """
     publishing.judge = lambda measured, limits: []  # no gate stops a night from being compared
     settings_of = sample_nights(folder, num_users, WORLD_SEED)
-    seconds, nights, rows = Counter(), {}, []
+    seconds, nights, rows = defaultdict(float), {}, []
     watch(seconds, "routing", night, "side_routes")
     watch(seconds, "grouping", build_pools, "fit_routers")
     watch(seconds, "grouping", build_pools, "side_routes")
@@ -86,7 +86,7 @@ def write_nights(folder: Path, num_users: int) -> tuple[dict[str, Night], list[d
     return nights, rows
 
 
-def watch(seconds: Counter, purpose: str, module: object, name: str) -> None:
+def watch(seconds: dict[str, float], purpose: str, module: object, name: str) -> None:
     """Add the seconds of all calls of a module's function to `seconds`, until the process ends."""
     function = getattr(module, name)
 
@@ -102,7 +102,7 @@ def watch(seconds: Counter, purpose: str, module: object, name: str) -> None:
 def texts_of(nights: Mapping[str, Night], folder: Path) -> dict[str, RunFolder]:
     """Runs with texts and features of greedy decoding, relaxed verification and sampling, by name; one codebook."""
     ours, plain = nights["ours"], nights["vanilla"].run
-    greedy = {side: read_parquet(plain.knowledge_folder(side)) for side in SIDES}
+    greedy: dict[Side, pa.Table] = {side: read_parquet(plain.knowledge_folder(side)) for side in SIDES}
     texts = {"greedy": greedy} | {f"sampled at {t:g}": _sampled(ours, greedy, t) for t in TEMPERATURES}
     runs = {name: RunFolder(folder / name) for name in texts}
     for name, run in runs.items():
@@ -112,7 +112,7 @@ def texts_of(nights: Mapping[str, Night], folder: Path) -> dict[str, RunFolder]:
     return runs | {"relaxed": ours.run}
 
 
-def _sampled(of_prompts: Night, greedy: Mapping[str, pa.Table], temperature: float) -> dict[str, pa.Table]:
+def _sampled(of_prompts: Night, greedy: Mapping[Side, pa.Table], temperature: float) -> dict[Side, pa.Table]:
     """Sampled texts for the entities of `greedy`, from a night's prompts, as copies of its tables."""
     model, tokenizer = TransformersGenerate.load(SAMPLE_MODEL, temperature), AutoTokenizer.from_pretrained(SAMPLE_MODEL)
     knowledge, most = of_prompts.settings.effective_knowledge, of_prompts.settings.decoding.max_new_tokens
@@ -145,7 +145,7 @@ def auc_rows(of_night: Night, texts: Mapping[str, RunFolder], num_seeds: int, ma
     the latter to greedy texts in the same form; their 95 % intervals are over users and seeds.
     """
     settings = CtrSettings(num_seeds=num_seeds)
-    tables = open_tables(of_night.settings.tables.path)
+    tables = open_tables(str(of_night.settings.tables.path))
     data = build_dataset(tables, of_night.date, settings)
     labels, users = data.labels[data.test], data.users[data.test]
     features = {name: read_feature_set(run.features_path("user").parent) for name, run in texts.items()}
@@ -164,7 +164,8 @@ def auc_rows(of_night: Night, texts: Mapping[str, RunFolder], num_seeds: int, ma
     def over(key: tuple, other: tuple) -> Interval:
         pairs = {model: pair(labels, users, own, scores[other][model]) for model, own in scores[key].items()}
         comparison = compare_paired(pairs, len(labels), margin)[ALL_MODELS]
-        return Interval(comparison.mean_difference, comparison.low, comparison.high)
+        low, high = (np.nan if bound is None else bound for bound in (comparison.low, comparison.high))
+        return Interval(comparison.mean_difference, low, high)
 
     rows = []
     for name, form in variants:

@@ -72,7 +72,8 @@ def main() -> None:
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        print(json.dumps(watched_night(*arguments.child, arguments.text_tokens)))
+        folder, night = arguments.child
+        print(json.dumps(watched_night(folder, night, arguments.text_tokens)))
         return
     sizes = arguments.entities or scale_of(arguments, (200_000, 1_000_000), (20_000,), (2_000,))
     rows = [row for size in sizes for row in measured(size, arguments.nights, arguments.text_tokens)]

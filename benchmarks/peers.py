@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -136,12 +137,12 @@ def write_drafts(
     folder: Path, model: Path, task: Task, texts: Sequence[np.ndarray], max_tokens: int, **settings: str | float
 ) -> Path:
     """Write a pool of answers, calibrated by some of them, and a file of proposer settings; return the file."""
-    names = {"side": task.side, "tokenizer_hash": tokenizer_hash(model), "model_id": model.name}
     held_back = [ReplayText(*pair) for pair in zip(task.pool_prompts[::4], texts[::4], strict=True)]
     options = DraftOptions(max_nodes=max_tokens, min_acceptance=0.01, use_previous=False)
     by = HeldBack(range(0, len(texts), 4), lambda others: calibrate(others, held_back, options))
+    build = partial(build_pool, side=task.side, tokenizer_hash=tokenizer_hash(model), model_id=model.name)
     with PoolStore(folder / "pools").publish("v1") as version:
-        build_pool([PoolText(row) for row in texts], version / task.side, calibration=by, **names)
+        build([PoolText(row) for row in texts], version / task.side, calibration=by)
     path = folder / "drafts.json"
     path.write_text(json.dumps({"pools": "pools", "side": task.side, **settings}))
     return path
@@ -244,7 +245,7 @@ def figures_beside_best(rows: Sequence[dict]) -> Iterator[Figure]:
 def tasks_measured(data: Path, model: Path, tokenizer, scale: Scale, is_real: bool) -> list[Task]:
     """The tasks of the measuring model, or of the real model."""
     if is_real:
-        return movielens_tasks(tokenizer, data, *scale.sizes, scale.max_new_tokens)
+        return movielens_tasks(tokenizer, data, scale.sizes[0], scale.max_new_tokens)
     return tasks_of(model, data, tokenizer, *scale.sizes)
 
 

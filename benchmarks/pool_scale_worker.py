@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from laserbatch.retrieval_pools.index.build import PoolText, build_pool
 from laserbatch.retrieval_pools.index.pool import Pool
 
 DRAFTS = DraftOptions(max_nodes=32, min_acceptance=1e-3)
-POOL = {"side": "user", "tokenizer_hash": "benchmark", "model_id": "benchmark"}
+build = partial(build_pool, side="user", tokenizer_hash="benchmark", model_id="benchmark")
 NUM_GROUPS = 200
 
 
@@ -57,13 +58,13 @@ def measure_build(texts: str, out: str, memory_mb: int | None, previous: str | N
     index_build.SORT_MEMORY_BYTES = sys.maxsize if memory_mb is None else memory_mb << 20
     with tempfile.TemporaryDirectory() as folder:  # compiles the functions of a build and a merge
         few = [PoolText(np.arange(number, number + 30, dtype=np.int32) % 50) for number in range(40)]
-        pool = build_pool(few, Path(folder, "one"), **POOL)
-        build_pool([PoolText(few[0].token_ids[1:]), *few[::2]], Path(folder, "two"), previous=pool, **POOL)
+        pool = build(few, Path(folder, "one"))
+        build([PoolText(few[0].token_ids[1:]), *few[::2]], Path(folder, "two"), previous=pool)
     older = Pool.open(previous) if previous else None
     print(json.dumps({"before_own_mb": memory_mb_of(os.getpid())[0]}), flush=True)
     rows = (PoolText(text, f"g{number % NUM_GROUPS}") for number, text in enumerate(TextFile(Path(texts))))
     start_s = time.perf_counter()
-    pool = build_pool(rows, out, previous=older, **POOL)
+    pool = build(rows, out, previous=older)
     build_s = time.perf_counter() - start_s
     return {
         "num_texts": pool.manifest.num_texts,
@@ -82,7 +83,7 @@ def measure_drafts(pool: str, texts: str) -> dict:
         for number, text in enumerate(TextFile(Path(texts)))
     ]
     with tempfile.TemporaryDirectory() as folder:  # compiles the query
-        list(pool_steps(build_pool([PoolText(rows[0].text_ids)], Path(folder, "pool"), **POOL), rows[0], DRAFTS))
+        list(pool_steps(build([PoolText(rows[0].text_ids)], Path(folder, "pool")), rows[0], DRAFTS))
     start_s = time.perf_counter()
     opened = Pool.open(pool, max_resident_bytes=1 << 40)
     open_s = time.perf_counter() - start_s

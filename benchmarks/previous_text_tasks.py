@@ -16,6 +16,7 @@ from tasks import MAX_PROMPT_TOKENS, chat_ids, movielens_tables
 from laserbatch.pipeline.knowledge.domains import of_domain
 from laserbatch.pipeline.knowledge.forms import grammar_of
 from laserbatch.pipeline.knowledge.templates import KnowledgeSettings
+from laserbatch.pipeline.sides import Side
 
 MAX_NEW_EVENTS = 4  # per night
 READERS_PROMPT = "A reader finished these books:\n{books}\nList the reader's interests as JSON."
@@ -39,7 +40,7 @@ class ChangeTask:
     """
 
     name: str
-    side: str
+    side: Side
     changes: tuple[Change, ...]
     pool_prompts: tuple[np.ndarray, ...]
     max_new_tokens: int

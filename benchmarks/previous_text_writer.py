@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 from previous_text_tasks import ChangeTask
+from systems import successes
 
 from laserbatch.pipeline.decoding.drafters import Drafter
 from laserbatch.pipeline.decoding.drafters.blended import blend
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.sequence import (
     DecodingSequence,
-    GenerationFailure,
     GenerationRequest,
     GenerationResult,
 )
@@ -122,9 +122,7 @@ class Writer:
         self.engine.reset_prefix_cache()
         results, self._forwards = {}, []
         start_s = time.process_time()
-        for result in self.engine.generate(requests, watched, verifier, budget, step_budget):
-            if isinstance(result, GenerationFailure):
-                raise SystemExit(f"{self.task.name}, prompt {result.request_id} failed: {result.reason}")
+        for result in successes(self.engine.generate(requests, watched, verifier, budget, step_budget)):
             results[result.request_id] = result
         seconds = time.process_time() - start_s
         ids = [str(i) for i in range(len(prompts))]

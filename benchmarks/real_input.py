@@ -200,12 +200,12 @@ def describe(run: dict) -> str:
                 f"    {side}: {part['num_generated']} written, {part['num_carried_over']} carried over, "
                 f"{part['num_quarantined']} quarantined {part['quarantine_reasons'] or ''}; {speed}"
             )
-        ctr = record["ctr"] or {"skipped": "not trained"}
-        for row in [] if ctr.get("skipped") else ctr["rows"]:
+        skipped = record["ctr"].get("skipped") if record["ctr"] else "not trained"
+        for row in [] if skipped else record["ctr"]["rows"]:
             metrics = f"AUC {_spread(row, 'auc')}, LogLoss {_spread(row, 'logloss')}"
             lines.append(f"    CTR: {row['model']:7} {row['variant']:8} {metrics}")
-        if ctr.get("skipped"):
-            lines.append(f"    CTR: {ctr['skipped']}")
+        if skipped:
+            lines.append(f"    CTR: {skipped}")
     return "\n".join(lines)
 
 

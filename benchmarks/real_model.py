@@ -58,7 +58,7 @@ def systems_at(
 
 
 def measure(
-    systems: dict[str, Served | EngineSystem], task: Task, batch: int, scale: Scale, plain: dict[str, tuple]
+    systems: dict[str, Served | EngineSystem], task: Task, batch: int, scale: Scale, plain: dict[bytes, tuple]
 ) -> Iterator[dict]:
     """Yield a row for each system; `plain` collects the texts of plain bfloat16 by prompt, over all batch sizes."""
     prompts = task.held_out[: NUM_AT_BATCH_1 if batch == 1 else None]

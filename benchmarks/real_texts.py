@@ -12,7 +12,6 @@ the same seeds.
 
 import datetime
 import statistics
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -31,6 +30,7 @@ from laserbatch.pipeline.encoding.codebook_file import CLUSTER_SEED
 from laserbatch.pipeline.encoding.encoder import TextEncoder
 from laserbatch.pipeline.encoding.schema import LEVELS, days_valid, feature_schema, moments, vector_column
 from laserbatch.pipeline.encoding.settings import EncodingSettings
+from laserbatch.pipeline.tables.read import Tables
 
 LAST_DAY = datetime.date(2025, 6, 30)
 AS_OF = LAST_DAY - datetime.timedelta(days=13)  # after it come the last book of each reader, and some earlier ones
@@ -43,7 +43,7 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def goodreads(folder, num_users: int) -> tuple[SimpleNamespace, dict[str, str]]:
+def goodreads(folder, num_users: int) -> tuple[Tables, dict[str, str]]:
     """The tables of `num_users` readers and their books, and the texts by book."""
     rng = np.random.default_rng(SEED)
     titles = dict(zip(*pq.read_table(folder / "items.parquet").to_pydict().values(), strict=True))
@@ -57,7 +57,7 @@ def goodreads(folder, num_users: int) -> tuple[SimpleNamespace, dict[str, str]]:
     ]
     users, books, times_s = (list(column) for column in zip(*sorted(events, key=lambda event: event[2]), strict=True))
     there = sorted(set(books))
-    tables = SimpleNamespace(
+    tables = Tables(
         users=pa.table({"user_id": sorted(set(users))}),
         items=pa.table({"item_id": there}),
         interactions=pa.table(

@@ -82,7 +82,7 @@ class Row:
     mean_tokens: float
     repetitive: float
     as_plain: float  # share of texts that equal those of the plain chain on that night
-    tokens_per_step: float
+    tokens_per_step: float | None
 
 
 def main() -> None:
@@ -152,13 +152,12 @@ def by_id(run: RunFolder, side: Side) -> dict[str, str]:
 def item_errors(item: Entity, text: str) -> dict[str, bool]:
     """For each fact, whether the text lacks it."""
     facts, path = item.attributes, item.attributes["category"]
-    theme = title_themes(facts["title"]).main
     named = {
         "category": (set(path[:1]), {top for top in TOP_CATEGORIES if has(text, top)}),
         "kind": (set(path[1:2]), {kind for _, kind, _ in CATEGORY_PATHS if has(text, kind)} - set(TOP_CATEGORIES)),
         "era": ({facts["era"]}, {era for era in ERAS if has(text, era)}),
         "mood": ({facts["mood"]}, {mood for mood in MOODS if has(text.lower(), mood)}),
-        "theme": ({THEMES[theme].name} if theme is not None else set(), {
+        "theme": ({THEMES[title_themes(facts["title"]).main].name}, {
             theme.name for theme in THEMES if has(text.lower(), theme.name)
         }),
     }  # fmt: skip

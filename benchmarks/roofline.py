@@ -70,7 +70,7 @@ class Roofline:
         """Count the engine's forwards within the block."""
         forward = engine.runner.forward
 
-        def watched(feeds, trees):
+        def watched(feeds, trees=None):
             output = forward(feeds, trees)
             self.add(len(output.batch), output.rows.num_rows, int(output.batch.num_committed.sum()))
             return output

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from laserbatch.pipeline.knowledge.domains import of_domain
 from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, PromptTemplate
 from laserbatch.pipeline.sample.lore import THEMES
+from laserbatch.pipeline.sides import Side
 
 MAX_PROMPT_TOKENS = 1_024
 LORE_TITLES = 6  # titles in one exercise
@@ -39,7 +40,7 @@ def shorten(entity: Entity, longest: int, rng: np.random.Generator) -> Entity:
     return replace(entity, history=entity.history[len(entity.history) - keep :])
 
 
-def template_of(side: str, framework: str = "kar") -> PromptTemplate:
+def template_of(side: Side, framework: str = "kar") -> PromptTemplate:
     """The built-in template of a framework, in the words of the sample world."""
     named = KnowledgeSettings(user_template=f"{framework}_user", item_template=f"{framework}_item")
     return of_domain(named, "sample").template(side)
@@ -59,7 +60,7 @@ def make_example(
     return Example(rendered.token_ids, np.array(answer, np.int32))
 
 
-def make_copy_example(entity: Entity, tokenizer: PreTrainedTokenizerBase, rng: np.random.Generator) -> Example:
+def make_copy_example(entity: Entity, tokenizer, rng: np.random.Generator) -> Example:
     """An exercise in looking up: copy all history lines of the prompt, or only the lines of liked titles.
 
     The prompt ends with the heading of that list; otherwise the model would learn such a list as the prompt's answer.

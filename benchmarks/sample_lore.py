@@ -11,17 +11,17 @@ _CUE_THEME = {cue: index for index, theme in enumerate(THEMES) for cue in theme.
 
 @dataclass(frozen=True)
 class TitleThemes:
-    """The themes that a title's words imply: indices into `THEMES`, None if no word is known."""
+    """The themes that a title's words imply: indices into `THEMES`."""
 
-    main: int | None
-    undertone: int | None
+    main: int
+    undertone: int
 
 
 def title_themes(title: str) -> TitleThemes:
-    """Read the lore in a title: the noun gives the main theme, the adjective the undertone."""
+    """Read the lore in a title of the sample world: the noun gives the main theme, the adjective the undertone."""
     words = title.split()
-    main = next((_NOUN_THEME[word] for word in words if word in _NOUN_THEME), None)
-    undertone = next((_ADJECTIVE_THEME[word] for word in words if word in _ADJECTIVE_THEME), None)
+    main = next(_NOUN_THEME[word] for word in words if word in _NOUN_THEME)
+    undertone = next(_ADJECTIVE_THEME[word] for word in words if word in _ADJECTIVE_THEME)
     return TitleThemes(main, undertone)
 
 

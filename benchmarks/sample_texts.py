@@ -94,7 +94,7 @@ def read_evidence(entity: Entity, history: tuple[HistoryEvent, ...]) -> Evidence
         recent_like=liked[0] if liked else None,
         disliked_theme=disliked[0] if disliked else None,
         disliked_title=next((event.title for event in poor if title_themes(event.title).main in disliked), None),
-        mean_rating=float(np.mean([event.rating for event in history])) if history else None,
+        mean_rating=float(np.array([event.rating for event in history], float).mean()) if history else None,
         strictness=int(strict) - int(generous),
         num_events=len(history),
     )

@@ -18,8 +18,9 @@ from laserbatch.research.recommending.item_trie import ItemTrie
 
 def followers(trees: CodeTrees, trie: ItemTrie, user: int, beams: Beams) -> tuple[Beams, np.ndarray] | None:
     """All paths of the next level and their log probabilities, normalised over all; None if any row is not computed."""
-    rows = [trees.log_p(user, path, node) for path, node in zip(beams.paths, beams.nodes.tolist(), strict=True)]
-    if any(row is None for row in rows):
+    computed = [trees.log_p(user, path, node) for path, node in zip(beams.paths, beams.nodes.tolist(), strict=True)]
+    rows = [row for row in computed if row is not None]
+    if len(rows) < len(computed):
         return None
     scores = (beams.scores[:, None] + np.stack(rows)).ravel()
     known = np.flatnonzero(np.isfinite(scores))
@@ -89,7 +90,7 @@ def sampled_search(
                 prefixes = [[*own[user].prefixes(trie)] if user in at else [] for user in range(num_users)]
                 small.add(prefixes)
                 for user in at:
-                    every, log_q = followers(small, trie, user, own[user])
+                    every, log_q = followers(small, trie, user, own[user])  # pyright: ignore[reportGeneralTypeIssues]
                     own[user] = drafts[user][level + 1] = _picked(every, drawn(log_q, num_drafted, rngs[user]))
         prefixes = [[] for _ in seeds]
         for user in live:
@@ -105,13 +106,13 @@ def sampled_search(
                     break
                 every, log_p = known
                 draft = drafts[user].get(beams[user].level + 1)
-                if draft is None:
+                if draft is None or small is None:
                     beams[user] = _picked(every, drawn(log_p, size, rngs[user]))
                     continue
                 place_of = {path: place for place, path in enumerate(every.paths)}
                 above = drafts[user].get(beams[user].level)
                 own = beams[user] if above is None else _scored(beams[user], above)
-                _, log_q = followers(small, trie, user, own)
+                _, log_q = followers(small, trie, user, own)  # pyright: ignore[reportGeneralTypeIssues]
                 drafted = np.array([place_of[path] for path in draft.paths if path in place_of], np.int64)
                 places, is_accepted = verified(log_p, log_q, drafted, size, rngs[user])
                 beams[user] = _picked(every, places)

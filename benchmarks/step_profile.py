@@ -33,6 +33,7 @@ from common import (
 )
 from roofline import DeviceRates, Roofline, measure_device
 from step_spans import HOST_PARTS, PARTS, Spans, watched
+from systems import generate
 from tasks import TaskSize, build, sample_tasks
 from widen import GEOMETRIES, load_widened
 
@@ -75,10 +76,11 @@ def prompts_of(tokenizer, num_prompts: int) -> list[np.ndarray]:
     return [prompt for pair in zip(*(task.held_out for task in tasks), strict=True) for prompt in pair][:num_prompts]
 
 
-def engine_of(loaded: LoadedModel, batch: int, num_draft_tokens: int, **options) -> Engine:
+def engine_of(loaded: LoadedModel, batch: int, num_draft_tokens: int, max_cache_tokens: int | None = None) -> Engine:
     """An engine whose texts do not end, which drafts the full budget and fills its batch in few steps."""
-    options = {"min_acceptance": 0.0} | options
-    settings = DecodingSettings(batch_size=batch, max_draft_tokens=num_draft_tokens, **options)
+    settings = DecodingSettings(
+        batch_size=batch, max_draft_tokens=num_draft_tokens, min_acceptance=0.0, max_cache_tokens=max_cache_tokens
+    )
     engine = Engine(replace(loaded, end_ids=()), settings)
     engine.max_prefill_tokens = PREFILL_TOKENS
     return engine
@@ -106,7 +108,7 @@ def profile(
         def keeps(live) -> bool:
             is_counted = is_full(engine, live) and next(num_full) >= NUM_WARM_STEPS
             if is_counted:
-                counts.append(np.sum([(sequence.num_drafted, sequence.num_output) for sequence in live], 0))
+                counts.append(np.array([(sequence.num_drafted, sequence.num_output) for sequence in live]).sum(0))
             if len(counts) > num_steps:
                 raise Enough
             return is_counted
@@ -164,11 +166,9 @@ def measure_model(loaded: LoadedModel, name: str, rates: DeviceRates, scale: Sca
     """The rows of one model: each batch size, plain and with trees."""
     prompts = prompts_of(loaded.tokenizer, max(scale.batches))
     writer = engine_of(loaded, scale.num_pool_texts, 0)
-    requests = (
-        GenerationRequest(str(number), prompts[-1 - number % len(prompts)], None, None, scale.num_pool_tokens)
-        for number in range(scale.num_pool_texts)
-    )
-    texts = [result.token_ids for result in writer.generate(requests, NoDrafter(), Greedy())]
+    of_pool = [prompts[-1 - number % len(prompts)] for number in range(scale.num_pool_texts)]
+    written = generate(writer, of_pool, scale.num_pool_tokens, NoDrafter(), Greedy())
+    texts = [result.token_ids for result in written]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         pool = build(texts, Path(folder) / "pool", "user")

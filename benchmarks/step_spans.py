@@ -84,10 +84,10 @@ def watched(engine: Engine) -> Iterator[Spans]:
     spans = Spans(engine.device)
     undo: list[Callable[[], None]] = []
 
-    def replace(owner, name: str, call: Callable) -> None:
+    def replace(owner, name: str, value: object) -> None:
         had = name in vars(owner)
         before = getattr(owner, name)
-        setattr(owner, name, call)
+        setattr(owner, name, value)
         undo.append(lambda: setattr(owner, name, before) if had else delattr(owner, name))
 
     def watch(owner, name: str, part: str) -> None:

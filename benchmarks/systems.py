@@ -4,9 +4,10 @@ All have the same weights and count the same tokens: everything that the model w
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,13 @@ from transformers import AutoModelForCausalLM
 
 from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter, Observation
 from laserbatch.pipeline.decoding.engine import Engine
-from laserbatch.pipeline.decoding.sequence import GenerationFailure, GenerationRequest, GenerationResult
+from laserbatch.pipeline.decoding.sequence import (
+    DecodingSequence,
+    GenerationFailure,
+    GenerationRequest,
+    GenerationResult,
+    Outcome,
+)
 from laserbatch.pipeline.decoding.settings import Budget
 from laserbatch.pipeline.decoding.step import Step, Stream
 from laserbatch.pipeline.decoding.step_budget import StepBudget
@@ -54,7 +61,8 @@ class Pass:
     def joined(cls, passes: Sequence["Pass"]) -> "Pass":
         """Join several runs over different prompts."""
         columns = {field.name: [getattr(each, field.name) for each in passes] for field in fields(cls)}
-        return cls(**{name: sum(column[1:], column[0]) for name, column in columns.items()})
+        sums: dict[str, Any] = {name: sum(column[1:], column[0]) for name, column in columns.items()}
+        return cls(**sums)
 
     @property
     def tokens_per_s(self) -> float:
@@ -198,7 +206,7 @@ class TimedDrafter(Drafter):
         self._drafter.observe(observation)
         self.seconds += time.perf_counter() - start_s
 
-    def draft_all(self, sequences: list[Sequence], max_depths: list[int]) -> TreeBatch:
+    def draft_all(self, sequences: list[DecodingSequence], max_depths: list[int]) -> TreeBatch:
         start_s = time.perf_counter()
         trees = self._drafter.draft_all(sequences, max_depths)
         self.seconds += time.perf_counter() - start_s
@@ -297,7 +305,12 @@ def generate(
         )
         for number, (prompt, group) in enumerate(zip(prompts, groups or [None] * len(prompts), strict=True))
     )
-    for result in engine.generate(requests, drafter, verifier, budget, step_budget):
-        if isinstance(result, GenerationFailure):
-            raise SystemExit(f"prompt {result.request_id} failed: {result.reason}")
-        yield result
+    return successes(engine.generate(requests, drafter, verifier, budget, step_budget))
+
+
+def successes(outcomes: Iterable[Outcome]) -> Iterator[GenerationResult]:
+    """The results of prompts; one that failed ends the benchmark."""
+    for outcome in outcomes:
+        if isinstance(outcome, GenerationFailure):
+            raise SystemExit(f"prompt {outcome.request_id} failed: {outcome.reason}")
+        yield outcome

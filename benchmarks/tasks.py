@@ -28,7 +28,7 @@ from laserbatch.pipeline.decoding.verifiers import Greedy
 from laserbatch.pipeline.knowledge.domains import of_domain
 from laserbatch.pipeline.knowledge.templates import KnowledgeSettings
 from laserbatch.pipeline.sample.world import LAST_DATE, write_sample_world
-from laserbatch.pipeline.sides import SIDES
+from laserbatch.pipeline.sides import SIDES, Side
 from laserbatch.pipeline.tables.read import Tables, read_tables
 from laserbatch.retrieval_pools.index.build import HeldBack, PoolText, build_pool
 from laserbatch.retrieval_pools.index.pool import Pool
@@ -67,7 +67,7 @@ class Task:
     """
 
     name: str
-    side: str
+    side: Side
     held_out: tuple[np.ndarray, ...]
     pool_prompts: tuple[np.ndarray, ...]
     max_new_tokens: int
@@ -147,8 +147,10 @@ def movielens_tables(data: Path, folder: Path) -> Tables:
 
 def movielens_settings(framework: str = "kar") -> KnowledgeSettings:
     """The settings of a framework's questions about viewers and films, with the project's templates and words."""
-    templates = {f"{side}_template": f"{framework}_{side}" for side in SIDES}
-    return of_domain(KnowledgeSettings(max_prompt_tokens=MAX_PROMPT_TOKENS, **templates), "films")
+    settings = KnowledgeSettings(
+        user_template=f"{framework}_user", item_template=f"{framework}_item", max_prompt_tokens=MAX_PROMPT_TOKENS
+    )
+    return of_domain(settings, "films")
 
 
 def movielens_tasks(tokenizer, data: Path, size: TaskSize, max_new_tokens: int, framework: str = "kar") -> list[Task]:
@@ -176,7 +178,7 @@ def _chosen(name: str, candidates: list, size: TaskSize) -> list:
 
 
 def _task(
-    name: str, side: str, prompts: list[np.ndarray], size: TaskSize, *, max_new_tokens: int, is_long: bool = False
+    name: str, side: Side, prompts: list[np.ndarray], size: TaskSize, *, max_new_tokens: int, is_long: bool = False
 ) -> Task:
     parts = (size.num_held_out, size.num_pool, size.num_more, size.num_earlier)
     ends = [sum(parts[:number]) for number in range(len(parts) + 1)]
@@ -209,7 +211,7 @@ def own_texts(engine: Engine, task: Task, cache: Path) -> list[np.ndarray]:
 def build(
     texts: Iterable[np.ndarray],
     folder: Path,
-    side: str,
+    side: Side,
     groups: Sequence[str] | None = None,
     settings: PoolSettings | None = None,
     calibration: HeldBack | None = None,

@@ -36,12 +36,13 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 FIRST_TRAINING_SEED = 1_000
 HELD_OUT_SEED = 0
 USERS_PER_WORLD, ITEMS_PER_WORLD = 400, 600
 SEED, NUM_THREADS, NUM_STEPS = 0, 2, 3_200
-VOCABULARY, HIDDEN, NUM_LAYERS = 3_072, 192, 4
+VOCABULARY, HIDDEN, HEAD, NUM_LAYERS = 3_072, 192, 64, 4
 USER_TOKENS, ITEM_TOKENS, LORE_TOKENS = 2_048, 768, 512  # per step and batch: users, items, lore exercises
 EMBEDDING_STD = 0.1
 POSITION_GAIN, NOTE_GAIN, MATCH_GAIN, COPY_GAIN, NUM_SLOW = 3.0, 0.25, 2.5, 0.8, 18
@@ -111,11 +112,11 @@ def wrap_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     return wrapped
 
 
-def make_model(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+def make_model(tokenizer) -> LlamaForCausalLM:
     """A model of the Llama architecture with about two million parameters."""
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=HIDDEN, intermediate_size=HIDDEN * 5 // 2,
-        num_hidden_layers=NUM_LAYERS, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        num_hidden_layers=NUM_LAYERS, num_attention_heads=4, num_key_value_heads=2, head_dim=HEAD,
         max_position_embeddings=2_048, rms_norm_eps=1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6}, tie_word_embeddings=True, attention_bias=False,
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
@@ -133,8 +134,7 @@ def _initialise(model: LlamaForCausalLM) -> None:
     find. So layer 0 has a head that attends to the previous token. Layer 1 has a head that attends to the token after
     an earlier occurrence of the current token, and raises its logit. All other weights are random.
     """
-    config = model.config
-    size, head = config.hidden_size, config.head_dim
+    size, head = HIDDEN, HEAD
     for name, parameter in model.named_parameters():
         if "embed" in name:
             torch.nn.init.normal_(parameter, std=EMBEDDING_STD)
@@ -150,8 +150,8 @@ def _initialise(model: LlamaForCausalLM) -> None:
     write[0] = 0.0
 
     half = head // 2
-    angles = config.rope_parameters["rope_theta"] ** (-torch.arange(half) / half)
-    first, second = model.model.layers[0].self_attn, model.model.layers[1].self_attn
+    angles = model.config.rope_parameters["rope_theta"] ** (-torch.arange(half) / half)
+    first, second = [part for part in model.modules() if isinstance(part, LlamaAttention)][:2]
     wave = torch.zeros(head)
     wave[:10] = POSITION_GAIN  # the ten fastest rotations distinguish neighbours
     turned = torch.zeros(head)  # `wave` rotated by one position, so that it matches the previous token
@@ -220,7 +220,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, out: Path)
     """Write bf16 safetensors, configuration and tokenizer."""
     out.mkdir(parents=True, exist_ok=True)
     weights = {name: value.detach().to(torch.bfloat16) for name, value in model.state_dict().items()}
-    saved = LlamaForCausalLM(model.config).to(torch.bfloat16)
+    saved = LlamaForCausalLM(model.config).bfloat16()
     saved.load_state_dict(weights)
     saved.generation_config.do_sample = False
     saved.save_pretrained(out)

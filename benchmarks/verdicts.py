@@ -49,7 +49,7 @@ def simulated(num_seeds: int, with_users: bool, num: int) -> dict:
     draws, covered, equivalent = np.random.default_rng([SEED, num_seeds, with_users]), 0, 0
     for _ in range(num):
         comparison = compare_paired(draw(num_seeds, with_users, draws), NUM_ROWS, MARGIN)["all"]
-        covered += comparison.low <= 0 <= comparison.high
+        covered += comparison.low <= 0 and comparison.high >= 0
         equivalent += comparison.verdict == "equivalent"
     return {
         "seeds": num_seeds,

@@ -22,14 +22,14 @@ import json
 import math
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from laserbatch.pipeline.decoding.model.folder import find_weights, load_tokenizer
 from laserbatch.pipeline.decoding.model.load import LoadedModel, prepare_model
@@ -47,7 +47,7 @@ NEVER_INPUT, NEVER_GAIN, NEVER_OUTPUT = 2.0**-20, 2.0**30, -(2.0**10)  # a logit
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes of a Llama-like decoder without tied embeddings; `vocab_size` None: that of the source."""
+    """The sizes of a Llama-like decoder without tied embeddings."""
 
     name: str
     hidden_size: int
@@ -56,7 +56,7 @@ class Geometry:
     num_heads: int
     num_kv_heads: int
     head_size: int
-    vocab_size: int | None
+    vocab_size: int
 
     @property
     def group_size(self) -> int:
@@ -101,7 +101,6 @@ class Widening:
     """
 
     def __init__(self, source: Geometry, target: Geometry) -> None:
-        target = replace(target, vocab_size=target.vocab_size or source.vocab_size)
         self.source, self.target = source, target
         for name in ("hidden_size", "intermediate_size", "num_layers", "vocab_size", "head_size"):
             small, large = getattr(source, name), getattr(target, name)
@@ -283,7 +282,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def widened_on(source_dir: Path, geometry: Geometry, dtype: str, device: torch.device | str) -> torch.nn.Module:
+def widened_on(source_dir: Path, geometry: Geometry, dtype: str, device: torch.device | str) -> PreTrainedModel:
     """The larger model, made in the memory of its device; writes no files.
 
     Parameters

@@ -20,12 +20,12 @@ from laserbatch.ctr.feature_set import SideVectors
 from laserbatch.ctr.fields import NUM_RESERVED, Field
 from laserbatch.ctr.knowledge import Knowledge
 from laserbatch.ctr.layers import CtrBatch, Dice, EntityEmbedding, mlp
-from laserbatch.ctr.settings import CtrSettings
+from laserbatch.ctr.settings import AdaptorName, CtrSettings
 
 ATTENTION_SIZES = (32, 16)  # hidden sizes of DIN's activation unit
 NUM_CROSS_LAYERS = 2  # cross layers of DCNv2
 MAX_CROSS_DIM = 16_384  # such a cross layer has weights of 1 GiB; by calculation, training takes ten times as much
-ADAPTORS: dict[str, type[Adaptor]] = {
+ADAPTORS: dict[AdaptorName, type[Adaptor]] = {
     "linear": LinearAdaptor,
     "kar": HybridExpertAdaptor,
     "once": ContentAdaptor,

@@ -16,8 +16,8 @@ from laserbatch.ctr.loop import Progress, fit, predict
 from laserbatch.ctr.networks import DIN, DCNv2, RowInputs
 from laserbatch.ctr.settings import CtrSettings, ModelName
 
-MODEL_TITLES = {"din": "DIN", "dcnv2": "DCNv2", "gbdt": "LightGBM"}
-NETWORKS = {"din": DIN, "dcnv2": DCNv2}
+MODEL_TITLES: dict[ModelName, str] = {"din": "DIN", "dcnv2": "DCNv2", "gbdt": "LightGBM"}
+NETWORKS: dict[ModelName, type[DIN] | type[DCNv2]] = {"din": DIN, "dcnv2": DCNv2}
 
 
 @dataclass(frozen=True)

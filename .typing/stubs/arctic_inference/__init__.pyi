@@ -1,0 +1,1 @@
+# Arctic need not be installed: all of it is Any to checkers.
