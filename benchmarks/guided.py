@@ -22,7 +22,7 @@ from unittest.mock import patch
 import numpy as np
 from common import Figure, finish, scale_of, table
 from rule_quality import MODEL, begun, is_kept
-from systems import successes
+from systems import in_order
 from tasks import Task, TaskSize, movielens_settings, movielens_tasks
 
 from laserbatch.pipeline.decoding import guided
@@ -97,10 +97,8 @@ def measure(engine: Engine, task: Task, template: PromptTemplate, decoding: Deco
         budget = Budget(0 if drafts is None else MAX_DRAFT_TOKENS, MIN_ACCEPTANCE)
         with timed_guiding() as guiding_s:
             start_s = time.perf_counter()
-            written = engine.generate(requests, drafts, Greedy(), budget)
-            results = {result.request_id: result for result in successes(written)}
+            texts = in_order(engine.generate(requests, drafts, Greedy(), budget))
             seconds = time.perf_counter() - start_s
-        texts = [results[request.request_id] for request in requests]
         plain = texts if way == "guided" else plain
         num_tokens = sum(len(text.token_ids) for text in texts)
         yield {

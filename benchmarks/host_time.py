@@ -29,7 +29,7 @@ from common import Figure, Spread, begin, benchmark_parser, finish, scale_of, tu
 from corpora import Corpus, CorpusSize, goodreads_corpus, reki_corpus
 from step_profile import engine_of, profile
 from step_spans import HOST_PARTS
-from systems import successes
+from systems import in_order
 from tasks import build
 from widen import GEOMETRIES, Geometry
 
@@ -213,11 +213,10 @@ def stream_turn(
     engine.result = timed_result
     with mock.patch.object(acceptance, "judge_rows", judge_scripted):
         start = time.perf_counter()
-        written = list(successes(engine.generate(requests, drafter, Greedy())))
+        written = in_order(engine.generate(requests, drafter, Greedy()))
         took = time.perf_counter() - start
-    for result in written:
-        scripted = documents[int(result.request_id)].text_ids
-        assert np.array_equal(result.token_ids, scripted), "a text is not the scripted one"
+    for result, document in zip(written, documents, strict=True):
+        assert np.array_equal(result.token_ids, document.text_ids), "a text is not the scripted one"
     num_steps = len(forward.steps)
     return {
         "host_ms": 1e3 * (took - results_s) / num_steps,

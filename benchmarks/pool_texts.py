@@ -21,14 +21,11 @@ import pyarrow.parquet as pq
 from common import DEFAULT_DATA, DEFAULT_MODEL, begin
 from engine_pools import GroupedPool, calibrated_by, calibrated_pool, like_groups
 from engine_systems import WITH_POOL, drafting
-from systems import generate
-from tasks import Task, TaskSize, goodreads_items_task, reki_task
+from tasks import Task, TaskSize, goodreads_items_task, plain_texts, reki_task
 
-from laserbatch.pipeline.decoding.drafters import NoDrafter
 from laserbatch.pipeline.decoding.engine import Engine
 from laserbatch.pipeline.decoding.model.load import load_model
 from laserbatch.pipeline.decoding.settings import Budget, DecodingSettings
-from laserbatch.pipeline.decoding.verifiers import Greedy
 from laserbatch.retrieval_pools.settings import PoolSettings
 
 logger = logging.getLogger("benchmarks")
@@ -63,16 +60,6 @@ class SavedTask:
         greedy = calibrated_pool(self.task, self.pool_texts, None, PoolSettings(), folder / "global")
         like = calibrated_pool(self.task, self.pool_texts, self.groups, PoolSettings(), folder / "preference")
         return {"greedy": greedy, "relaxed": calibrated_by(like, self.task.earlier_prompts, self.earlier_texts)}
-
-
-def plain_texts(engine: Engine, prompts: tuple[np.ndarray, ...], max_new_tokens: int) -> list[np.ndarray]:
-    """The model's plain greedy texts, int32 token ids each, in the order of the prompts."""
-    texts: dict[str, np.ndarray] = {}
-    for result in generate(engine, prompts, max_new_tokens, NoDrafter(), Greedy()):
-        texts[result.request_id] = result.token_ids
-        if len(texts) % 100 == 0:
-            logger.info("%d of %d texts", len(texts), len(prompts))
-    return [texts[str(number)] for number in range(len(prompts))]
 
 
 def write_task(engine: Engine, task: Task, path: Path) -> None:

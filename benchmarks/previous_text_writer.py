@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from previous_text_tasks import ChangeTask
-from systems import successes
+from systems import in_order
 
 from laserbatch.pipeline.decoding.drafters import Drafter
 from laserbatch.pipeline.decoding.drafters.blended import blend
@@ -120,12 +120,9 @@ class Writer:
         verifier = verifier_from(self.engine.settings.model_copy(update={"verifier": rule}))
         watched = drafter if isinstance(drafter, PathFirst) else PathFirst(drafter, {})
         self.engine.reset_prefix_cache()
-        results, self._forwards = {}, []
+        self._forwards = []
         start_s = time.process_time()
-        for result in successes(self.engine.generate(requests, watched, verifier, budget, step_budget)):
-            results[result.request_id] = result
+        results = in_order(self.engine.generate(requests, watched, verifier, budget, step_budget))
         seconds = time.process_time() - start_s
-        ids = [str(i) for i in range(len(prompts))]
-        starts = [watched.starts.get(request_id, []) for request_id in ids]
-        in_order = [results[request_id] for request_id in ids]
-        return Written(in_order, starts, np.array(self._forwards), seconds, beginnings)
+        starts = [watched.starts.get(result.request_id, []) for result in results]
+        return Written(results, starts, np.array(self._forwards), seconds, beginnings)

@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from common import SEED, Interval, begin, benchmark_parser, finish, scale_of, table
-from systems import successes
+from systems import in_order
 from tasks import Task, TaskSize, build, movielens_tasks
 
 from laserbatch.jobs.gates import repeated_shares
@@ -99,10 +99,8 @@ class Writer:
         verifier = verifier_from(self.decoding.model_copy(update=rule))
         budget = Budget(MAX_DRAFT_TOKENS if drafter is not None else 0, MIN_ACCEPTANCE)
         start_s = time.perf_counter()
-        written = self.engine.generate(requests, drafter, verifier, budget)
-        results = {result.request_id: result for result in successes(written)}
-        seconds = time.perf_counter() - start_s
-        return [results[str(number)] for number in range(len(prompts))], seconds
+        texts = in_order(self.engine.generate(requests, drafter, verifier, budget))
+        return texts, time.perf_counter() - start_s
 
 
 @torch.inference_mode()

@@ -33,8 +33,7 @@ from common import (
 )
 from roofline import DeviceRates, Roofline, measure_device
 from step_spans import HOST_PARTS, PARTS, Spans, watched
-from systems import generate
-from tasks import TaskSize, build, sample_tasks
+from tasks import TaskSize, build, plain_texts, sample_tasks
 from widen import GEOMETRIES, load_widened
 
 from laserbatch.pipeline.decoding.drafters import Drafter, NoDrafter, drafter_from
@@ -167,8 +166,7 @@ def measure_model(loaded: LoadedModel, name: str, rates: DeviceRates, scale: Sca
     prompts = prompts_of(loaded.tokenizer, max(scale.batches))
     writer = engine_of(loaded, scale.num_pool_texts, 0)
     of_pool = [prompts[-1 - number % len(prompts)] for number in range(scale.num_pool_texts)]
-    written = generate(writer, of_pool, scale.num_pool_tokens, NoDrafter(), Greedy())
-    texts = [result.token_ids for result in written]
+    texts = plain_texts(writer, of_pool, scale.num_pool_tokens)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         pool = build(texts, Path(folder) / "pool", "user")

@@ -3,8 +3,9 @@
 All have the same weights and count the same tokens: everything that the model wrote, with end tokens.
 """
 
+import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from laserbatch.pipeline.decoding.step_budget import StepBudget
 from laserbatch.pipeline.decoding.token_tree import TreeBatch
 from laserbatch.pipeline.decoding.verifiers import Greedy, Verifier
 from laserbatch.retrieval_pools.step_cost import StepCost
+
+logger = logging.getLogger("benchmarks")
 
 MIN_ACCEPTANCE = 0.07
 VLLM_SYSTEMS = {
@@ -269,11 +272,9 @@ class EngineSystem:
         self._drafter.seconds = 0.0
         budget = self._budget, self._step_cost and StepBudget(self._step_cost)
         start_s = time.perf_counter()
-        written = generate(self._engine, prompts, max_new_tokens, self._drafter, self._verifier, *budget, groups)
-        results = {result.request_id: result for result in written}
+        ordered = generate(self._engine, prompts, max_new_tokens, self._drafter, self._verifier, *budget, groups)
         self._engine.finish_step = finish_step
         wall_s = time.perf_counter() - start_s
-        ordered = [results[str(number)] for number in range(len(prompts))]
         text_tokens = [len(result.token_ids) + (result.finish_reason == "end_of_text") for result in ordered]
         return Pass(
             wall_s=wall_s,
@@ -297,20 +298,24 @@ def generate(
     budget: Budget | None = None,
     step_budget: StepBudget | None = None,
     groups: Sequence[str | None] | None = None,
-) -> Iterator[GenerationResult]:
-    """The engine's results on prompts numbered from 0; a prompt that fails ends the benchmark."""
+) -> list[GenerationResult]:
+    """The engine's results, in the order of the prompts; a prompt that fails ends the benchmark."""
     requests = (
         GenerationRequest(
             request_id=str(number), prompt_ids=prompt, previous_ids=None, group=group, max_new_tokens=max_new_tokens
         )
         for number, (prompt, group) in enumerate(zip(prompts, groups or [None] * len(prompts), strict=True))
     )
-    return successes(engine.generate(requests, drafter, verifier, budget, step_budget))
+    return in_order(engine.generate(requests, drafter, verifier, budget, step_budget))
 
 
-def successes(outcomes: Iterable[Outcome]) -> Iterator[GenerationResult]:
-    """The results of prompts; one that failed ends the benchmark."""
+def in_order(outcomes: Iterable[Outcome]) -> list[GenerationResult]:
+    """The results of numbered prompts, in their order; a prompt that fails ends the benchmark."""
+    results = []
     for outcome in outcomes:
         if isinstance(outcome, GenerationFailure):
             raise SystemExit(f"prompt {outcome.request_id} failed: {outcome.reason}")
-        yield outcome
+        results.append(outcome)
+        if len(results) % 100 == 0:
+            logger.info("%d texts written", len(results))
+    return sorted(results, key=lambda result: int(result.request_id))

@@ -197,15 +197,15 @@ def own_texts(engine: Engine, task: Task, cache: Path) -> list[np.ndarray]:
     if path.exists():
         return [np.asarray(ids.values, np.int32) for ids in pq.read_table(path)["token_ids"]]
     logger.info("%s: writing %d pool texts (kept for later runs)", task.name, len(task.pool_prompts))
-    texts: dict[str, np.ndarray] = {}
-    for result in generate(engine, task.pool_prompts, task.max_new_tokens, NoDrafter(), Greedy()):
-        texts[result.request_id] = result.token_ids
-        if len(texts) % 100 == 0:
-            logger.info("%s: %d of %d pool texts", task.name, len(texts), len(task.pool_prompts))
-    ordered = [texts[str(number)] for number in range(len(task.pool_prompts))]
+    texts = plain_texts(engine, task.pool_prompts, task.max_new_tokens)
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table({"token_ids": pa.array(ordered, pa.list_(pa.int32()))}), path)
-    return ordered
+    pq.write_table(pa.table({"token_ids": pa.array(texts, pa.list_(pa.int32()))}), path)
+    return texts
+
+
+def plain_texts(engine: Engine, prompts: Sequence[np.ndarray], max_new_tokens: int) -> list[np.ndarray]:
+    """The model's plain greedy texts, int32 token ids each, in the order of the prompts."""
+    return [result.token_ids for result in generate(engine, prompts, max_new_tokens, NoDrafter(), Greedy())]
 
 
 def build(
