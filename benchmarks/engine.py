@@ -27,7 +27,6 @@ from engine_systems import (
     Contestant,
     Engines,
     Peers,
-    VllmPeer,
     adaptive_budget,
     pool_kinds,
     relaxed_pools,
@@ -35,7 +34,7 @@ from engine_systems import (
     twins_of,
 )
 from roofline import DeviceRates, WatchedPlain, measure_device
-from systems import MIN_ACCEPTANCE, VLLM_SYSTEMS
+from systems import MIN_ACCEPTANCE
 from tasks import Task, TaskSize, tasks_of
 from widen import DTYPES, GEOMETRIES, widened
 
@@ -46,7 +45,6 @@ logger = logging.getLogger("benchmarks")
 
 ASKED = ("own-text", "resd", "crp", "rrp", "laser")
 SWEPT = ("resd", "laser")  # also measured with the fixed budgets of FIXED_BUDGETS
-PEER_CONTEXT = 1024  # maximum number of tokens of a prompt and its answer
 WRITER_BATCH = {"cpu": 16, "cuda": 128}  # batch size at which the texts of pools are written
 
 
@@ -104,7 +102,7 @@ CUDA_QUICK = Scale(
     only_at=dict.fromkeys((1, 32, 64, 256), ("resd", "laser")), batches=(1, 32, 64, 256),
 )  # fmt: skip
 SMOKE = Scale(
-    dict.fromkeys((1, 4, 16), 2), dict.fromkeys((1, 4, 16), 2), TaskSize(3, 50, 0, 2), TaskSize(3, 50, 0, 2), 1, 1,
+    dict.fromkeys((1, 4, 16), 2), dict.fromkeys((1, 4, 16), 2), TaskSize(3, 12, 0, 2), TaskSize(3, 20, 0, 2), 1, 1,
     ("resd", "laser"), (8,), batches=(4,),
 )  # fmt: skip
 SCALES = {
@@ -125,7 +123,7 @@ def contestants_at(
     task: Task,
     batch: int,
     engines: Engines,
-    peers: Peers | VllmPeer,
+    peers: Peers,
     pools: dict[str, GroupedPool],
     scale: Scale,
     rates: DeviceRates,
@@ -154,7 +152,7 @@ def measure_batch(
     task: Task,
     batch: int,
     engines: Engines,
-    peers: Peers | VllmPeer,
+    peers: Peers,
     pools: dict[str, GroupedPool],
     scale: Scale,
     rates: DeviceRates,
@@ -179,7 +177,7 @@ def measure_batch(
 
 
 def measure_task(
-    task: Task, engines: Engines, peers: Peers | VllmPeer, scale: Scale, cache: Path, rates: DeviceRates
+    task: Task, engines: Engines, peers: Peers, scale: Scale, cache: Path, rates: DeviceRates
 ) -> Iterator[list[dict]]:
     """Yield the rows of one task, one batch size at a time, the largest first."""
     with tempfile.TemporaryDirectory() as folder:
@@ -196,7 +194,6 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = benchmark_parser(__doc__, "model", "data", "device", "dtype", "threads", "cache")
     parser.add_argument("--geometry", choices=GEOMETRIES, help="widen the model to this geometry first (widen.py)")
-    parser.add_argument("--peer", choices=VLLM_SYSTEMS, help="compare with this system instead of transformers")
     parser.add_argument("--batch", type=int, nargs="+", help="batch sizes; default: all that the device has")
     parser.add_argument("--task", nargs="+", help="tasks; default: all")
     return parser.parse_args(words)
@@ -210,11 +207,6 @@ def scale_on(device: str, arguments: argparse.Namespace) -> Scale:
     if unknown:
         there = ", ".join(map(str, scale.long_prompts))
         raise SystemExit(f"no batch size {min(unknown)} on {device}; there are {there}")
-    if arguments.peer:
-        if len(batches) != 1:
-            raise SystemExit("--peer is loaded for only one batch size: give one with --batch")
-        only = {batches[0]: (*SWEPT, arguments.peer)}
-        scale = replace(scale, systems=SWEPT, fixed_budgets=(), fixed_at={}, only_at=only)
     return replace(scale, batches=batches)
 
 
@@ -229,10 +221,7 @@ def main() -> None:
     if arguments.geometry:
         model_dir = widened(trained_dir, arguments.geometry, dtype, arguments.cache / "widened")
     rates = measure_device(torch.device(device), DTYPES[dtype])
-    if arguments.peer:
-        peers = VllmPeer(model_dir, dtype, arguments.peer, scale.batches[0], PEER_CONTEXT)
-    else:
-        peers = Peers(model_dir, dtype, device)
+    peers = Peers(model_dir, dtype, device)
     engines = Engines(model_dir, dtype, device)
     rows: list[dict] = []
 

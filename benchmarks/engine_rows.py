@@ -27,7 +27,6 @@ MIN_RELAXED = {
 }
 MIN_GREEDY = {"cpu": {(LONG, 1): 3.0, (SHORT, 1): 2.0}, "cuda": {}}
 MIN_GREEDY_GAIN = 0.6  # on a GPU, as a share of the relaxed rule's gain
-MIN_OVER_VLLM = {"laser": 1.3, "resd": 1.1}
 MIN_ROOFLINE_SHARE = 0.75
 ROOFLINE_BATCHES = (1, 64, 256)
 
@@ -144,10 +143,6 @@ def _figures_at(place: tuple[str, int], rows: dict, device: str) -> Iterator[Fig
     if device == "cuda" and relaxed and greedy and relaxed["ratio_to_plain"].median > 1:
         gain = (greedy["ratio_to_plain"].median - 1) / (relaxed["ratio_to_plain"].median - 1)
         yield Figure.at_least(f"{where}: the gain of lossless drafts over that of relaxed ones", gain, MIN_GREEDY_GAIN)
-    for peer in (row for (system, _), row in rows.items() if system.startswith("vllm") and task == LONG):
-        for name, wanted in MIN_OVER_VLLM.items():
-            ratio = rows[name, ADAPTIVE]["ratio_to_plain"].median / peer["ratio_to_plain"].median
-            yield Figure.at_least(f"{where}: {name}, adaptive, over {peer['system']}, tokens per second", ratio, wanted)
     adaptive = [row for (_, budget), row in rows.items() if budget == ADAPTIVE]
     for row in adaptive:
         if row["ratio_to_best_fixed"] is not None:

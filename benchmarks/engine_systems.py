@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from engine_pools import GroupedPool, calibrated_by
 from roofline import WatchedPlain
-from systems import EngineSystem, TransformersGenerate, Vllm
+from systems import EngineSystem, TransformersGenerate
 from tasks import Task
 from transformers import AutoModelForCausalLM
 
@@ -74,13 +74,13 @@ class Contestant:
 
     system: str
     budget: str | int | None
-    runner: TransformersGenerate | Vllm | EngineSystem | WatchedPlain
+    runner: TransformersGenerate | EngineSystem | WatchedPlain
     settled: Budget | None = None
 
     @property
     def is_peer(self) -> bool:
-        """Whether the system is not ours, but of transformers or vLLM."""
-        return self.system in (PEER, LOOKUP, ASSISTED) or self.system.startswith("vllm")
+        """Whether the system is not ours, but of transformers."""
+        return self.system in (PEER, LOOKUP, ASSISTED)
 
     @property
     def is_slow(self) -> bool:
@@ -143,17 +143,6 @@ class Peers:
         yield Contestant(PEER, None, self._generate)
         if batch == 1:
             yield from (Contestant(name, None, runner) for name, runner in self._one_by_one.items())
-
-
-class VllmPeer:
-    """vLLM in the place of `Peers`; it is loaded for one batch size per run."""
-
-    def __init__(self, model_dir: Path, dtype: str, system: str, batch: int, max_tokens: int) -> None:
-        self._contestant = Contestant(system, None, Vllm(model_dir, dtype, system, batch, max_tokens))
-
-    def at_batch(self, batch: int) -> Iterator[Contestant]:
-        """Yield the one system."""
-        yield self._contestant
 
 
 def relaxed_pools(

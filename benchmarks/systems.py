@@ -33,11 +33,6 @@ from laserbatch.retrieval_pools.step_cost import StepCost
 logger = logging.getLogger("benchmarks")
 
 MIN_ACCEPTANCE = 0.07
-VLLM_SYSTEMS = {
-    "vllm": None,
-    "vllm-ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
-}
-VLLM_MEMORY_SHARE = 0.45  # share of the device's memory; our engine has the rest
 
 
 @dataclass(frozen=True)
@@ -155,46 +150,6 @@ class TransformersGenerate:
             **self._options,
         )
         return output[:, width:].tolist()
-
-
-class Vllm:
-    """vLLM, plain or with its n-gram drafts. Like ours, its prefix cache is emptied before each pass.
-
-    Parameters
-    ----------
-    system : a name of VLLM_SYSTEMS.
-    max_tokens : maximum number of tokens of a prompt and its answer.
-    """
-
-    def __init__(self, model_dir: Path, dtype: str, system: str, batch: int, max_tokens: int) -> None:
-        from vllm import LLM  # optional: only this class needs it
-
-        self._llm = LLM(
-            model=str(model_dir),
-            dtype=dtype,
-            max_num_seqs=batch,
-            max_model_len=max_tokens,
-            gpu_memory_utilization=VLLM_MEMORY_SHARE,
-            speculative_config=VLLM_SYSTEMS[system],
-            disable_log_stats=True,
-        )
-
-    def run(self, prompts: Sequence[np.ndarray], batch: int, max_new_tokens: int) -> Pass:
-        """Answer all prompts."""
-        from vllm import SamplingParams
-
-        self._llm.reset_prefix_cache()
-        parameters = SamplingParams(temperature=0.0, max_tokens=max_new_tokens, detokenize=False)
-        inputs = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts]
-        start_s = time.perf_counter()
-        outputs = self._llm.generate(inputs, parameters, use_tqdm=False)
-        wall_s = time.perf_counter() - start_s
-        written = [output.outputs[0] for output in outputs]
-        text_tokens = tuple(len(output.token_ids) for output in written)  # including the end token
-        ends = (len(output.token_ids) - (output.finish_reason == "stop") for output in written)
-        texts = tuple(tuple(output.token_ids[:end]) for output, end in zip(written, ends, strict=True))
-        num_tokens = sum(text_tokens)
-        return Pass(wall_s, num_tokens, num_tokens, texts, text_tokens=text_tokens)
 
 
 class TimedDrafter(Drafter):
