@@ -27,6 +27,7 @@ SHARED = REPOSITORY.parent / "shared"  # data and models lie beside the reposito
 DEFAULT_DATA = Path(os.environ.get("LASERBATCH_TEST_DATA", SHARED / "data"))
 DEFAULT_MODEL = Path(os.environ.get("LASERBATCH_TEST_MODELS", SHARED / "models")) / "bench-target"
 SAMPLE_MODEL = REPOSITORY / "models" / "sample"
+SMOLLM2 = "smollm2-135m-instruct"
 SEED = 20250301
 NUM_RESAMPLES, CONFIDENCE = 2000, 0.95
 
@@ -73,6 +74,19 @@ def begin(num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     transformers.utils.logging.disable_progress_bar()
     show_progress()
+
+
+def begun_with_smollm2(about: str | None, *options: str) -> tuple[argparse.Namespace, Path]:
+    """Begin a benchmark of SmolLM2: its options and the model's folder; without the model the program ends."""
+    parser = benchmark_parser(about, "data", "threads", *options)
+    parser.add_argument("--models", type=Path, required=True, help=f"folder with {SMOLLM2}/")
+    arguments = parser.parse_args()
+    model_dir = arguments.models / SMOLLM2
+    if not (model_dir / "model.safetensors").is_file():
+        print(f"{model_dir} is not there: nothing is measured", file=sys.stderr)
+        sys.exit(0)
+    begin(arguments.threads)
+    return arguments, model_dir
 
 
 def show_progress() -> None:

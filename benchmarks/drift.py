@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from common import SEED, Figure, finish, scale_of, table
+from common import SEED, SMOLLM2, Figure, begun_with_smollm2, finish, scale_of, table
 from entities import Entity, iter_entities, render_prompt
-from rule_quality import MAX_DRAFT_TOKENS, MIN_ACCEPTANCE, MODEL, RULES, Writer, begun, quality
+from rule_quality import MAX_DRAFT_TOKENS, MIN_ACCEPTANCE, RULES, Writer, quality
 from tasks import MAX_PROMPT_TOKENS, build, movielens_settings, movielens_tables
 
 from laserbatch.pipeline.decoding.drafters import RetrievalDrafter
@@ -112,7 +112,7 @@ def figures_of(rows: Sequence[dict], num_nights: int) -> Iterator[Figure]:
 
 def main() -> None:
     """Write and measure the nights of every chain."""
-    arguments, model_dir = begun(__doc__)
+    arguments, model_dir = begun_with_smollm2(__doc__)
     scale = scale_of(arguments, FULL, QUICK, SMOKE)
     template = movielens_settings().template("user")
     writer = Writer(model_dir, template, scale.max_new_tokens)
@@ -123,7 +123,7 @@ def main() -> None:
         rows.append(row)
     in_order = sorted(rows, key=lambda row: (row["rule"], row["night"]))
     figures = list(figures_of(rows, scale.num_nights))
-    finish(arguments.json, figures, [table(in_order, COLUMNS)], {"model": MODEL, "rows": rows})
+    finish(arguments.json, figures, [table(in_order, COLUMNS)], {"model": SMOLLM2, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from unittest.mock import patch
 
 import numpy as np
-from common import Figure, finish, scale_of, table
-from rule_quality import MODEL, begun, is_kept
+from common import SMOLLM2, Figure, begun_with_smollm2, finish, scale_of, table
+from rule_quality import is_kept
 from systems import in_order
 from tasks import Task, TaskSize, movielens_settings, movielens_tasks
 
@@ -132,7 +132,7 @@ def figures_of(rows: Sequence[dict]) -> Iterator[Figure]:
 
 def main() -> None:
     """Answer the questions of every template."""
-    arguments, model_dir = begun(__doc__)
+    arguments, model_dir = begun_with_smollm2(__doc__)
     scale = scale_of(arguments, FULL, QUICK, SMOKE)
     decoding = DecodingSettings(model=str(model_dir), batch_size=16, max_new_tokens=scale.max_new_tokens)
     engine, rows = Engine.from_pretrained(model_dir, decoding, "cpu"), []
@@ -143,7 +143,7 @@ def main() -> None:
             for row in measure(engine, task, settings.template(task.side), decoding):
                 print(", ".join(form.format(**row) for form in COLUMNS.values()), flush=True)
                 rows.append(row)
-    finish(arguments.json, list(figures_of(rows)), [table(rows, COLUMNS)], {"model": MODEL, "rows": rows})
+    finish(arguments.json, list(figures_of(rows)), [table(rows, COLUMNS)], {"model": SMOLLM2, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-from common import Figure, Spread, begin, benchmark_parser, finish, scale_of, turns
+from common import SMOLLM2, Figure, Spread, begin, benchmark_parser, finish, scale_of, turns
 from engine_pools import GroupedPool, pools_of, unseen_prompts
 from engine_systems import PLAIN, Engines, as_a_night, relaxed_pools
 from peers_worker import MARK
@@ -44,7 +44,6 @@ from laserbatch.retrieval_pools.integrations.vllm_steps import PROPOSERS, specul
 
 logger = logging.getLogger("benchmarks")
 
-SMOLLM2 = "smollm2-135m-instruct"
 MAX_DRAFT_TOKENS = 8
 ENGINE = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16, "enforce_eager": True, "seed": 0}
 ON_A_CPU = {

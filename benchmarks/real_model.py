@@ -12,14 +12,13 @@ installed. They answer the same prompts, each round in a newly drawn order: trus
 """
 
 import logging
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from common import Figure, Spread, begin, benchmark_parser, finish, scale_of
+from common import SMOLLM2, Figure, Spread, begun_with_smollm2, finish, scale_of
 from engine_pools import GroupedPool, pools_of, unseen_prompts
 from engine_systems import PLAIN, Engines, relaxed_pools
 from peers import NGRAM, ON_A_CPU, POOL, SPECULATIONS, Served, of_our_engine, passes_in_turns
@@ -28,7 +27,6 @@ from tasks import Task, TaskSize, movielens_tasks
 
 logger = logging.getLogger("benchmarks")
 
-MODEL = "smollm2-135m-instruct"
 FLOAT32, BFLOAT16, VLLM, VLLM_NGRAM = "float32", "bfloat16", "vllm", "vllm-ngram"
 MAX_NEW_TOKENS = 160
 NUM_AT_BATCH_1 = 2  # number of prompts at batch 1
@@ -105,14 +103,7 @@ def figures_of(rows: Sequence[dict]) -> Iterator[Figure]:
 
 def main() -> None:
     """Write the pools' texts, then measure all systems."""
-    parser = benchmark_parser(__doc__, "data", "threads", "cache")
-    parser.add_argument("--models", type=Path, required=True, help=f"folder with {MODEL}/")
-    arguments = parser.parse_args()
-    model = arguments.models / MODEL
-    if not (model / "model.safetensors").is_file():
-        print(f"{model} is not there: nothing is measured", file=sys.stderr)
-        return
-    begin(arguments.threads)
+    arguments, model = begun_with_smollm2(__doc__, "cache")
     scale = scale_of(arguments, FULL, QUICK, SMOKE)
     environment = ON_A_CPU | dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), str(arguments.threads))
     peers = {}
@@ -143,7 +134,7 @@ def main() -> None:
         f"{row['num_texts_as_plain_bfloat16']} of {row['num_texts']} texts as plain"
         for row in rows
     ]
-    finish(arguments.json, list(figures_of(rows)), ["\n".join(table)], {"rows": rows, "model": MODEL})
+    finish(arguments.json, list(figures_of(rows)), ["\n".join(table)], {"rows": rows, "model": SMOLLM2})
 
 
 if __name__ == "__main__":

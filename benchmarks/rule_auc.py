@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from common import REPOSITORY, Figure, benchmark_parser, finish, scale_of, table
-from rule_quality import MODEL
+from common import REPOSITORY, SMOLLM2, Figure, benchmark_parser, finish, scale_of, table
 from tasks import movielens_settings
 
 RULES = {
@@ -86,7 +85,7 @@ def main() -> None:
     parser = benchmark_parser(__doc__, "data")
     parser.add_argument("--models", type=Path, required=True, help="folder that has the model's folder")
     arguments = parser.parse_args()
-    scale, model = scale_of(arguments, FULL, QUICK, SMOKE), (arguments.models / MODEL).resolve()
+    scale, model = scale_of(arguments, FULL, QUICK, SMOKE), (arguments.models / SMOLLM2).resolve()
     if not model.is_dir():
         raise SystemExit(f"{model} is not there: nothing is measured")
     with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +102,7 @@ def main() -> None:
         arguments.json,
         list(figures_of(result)),
         [table(result["variants"], COLUMNS)],
-        {"model": MODEL, "rules": RULES, **result},
+        {"model": SMOLLM2, "rules": RULES, **result},
     )
 
 

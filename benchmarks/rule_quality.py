@@ -12,10 +12,8 @@ of the model's plain texts about other entities, and answers the same held-out p
 of answers that a night keeps. The length of texts differs by rule, so speed is in texts per second.
 """
 
-import sys
 import tempfile
 import time
-from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +22,7 @@ from types import MappingProxyType
 import numpy as np
 import pyarrow as pa
 import torch
-from common import SEED, Interval, begin, benchmark_parser, finish, scale_of, table
+from common import SEED, SMOLLM2, Interval, begun_with_smollm2, finish, scale_of, table
 from systems import in_order
 from tasks import Task, TaskSize, build, movielens_tasks
 
@@ -42,7 +40,6 @@ from laserbatch.pipeline.knowledge.forms import guiding_grammar
 from laserbatch.pipeline.knowledge.parsers import parse_answer
 from laserbatch.pipeline.knowledge.templates import KnowledgeSettings, PromptTemplate
 
-MODEL = "smollm2-135m-instruct"
 SOURCES = ("prompt", "output", "pool")
 MAX_DRAFT_TOKENS, MIN_ACCEPTANCE = 8, 0.0
 PLAIN = "plain"
@@ -184,24 +181,11 @@ def interval(values: np.ndarray) -> Interval:
     return Interval.of(np.concatenate(([values.mean()], drawn)))
 
 
-def begun(about: str | None) -> tuple[Namespace, Path]:
-    """The options of a benchmark and the model's folder; if that is missing, the program says so and ends."""
-    parser = benchmark_parser(about or "", "data", "threads")
-    parser.add_argument("--models", type=Path, required=True, help=f"folder with {MODEL}/")
-    arguments = parser.parse_args()
-    model_dir = arguments.models / MODEL
-    if not (model_dir / "model.safetensors").is_file():
-        print(f"{model_dir} is not there: nothing is measured", file=sys.stderr)
-        sys.exit(0)
-    begin(arguments.threads)
-    return arguments, model_dir
-
-
 def main() -> None:
     """Write and measure the texts of every rule."""
     from transformers import AutoModelForCausalLM
 
-    arguments, model_dir = begun(__doc__)
+    arguments, model_dir = begun_with_smollm2(__doc__)
     scale = scale_of(arguments, FULL, QUICK, SMOKE)
     settings = of_domain(KnowledgeSettings(), "films")
     scorer = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
@@ -211,7 +195,7 @@ def main() -> None:
         for row in measure(task, settings.template(task.side), model_dir, scale.max_new_tokens, scorer):
             print(", ".join(form.format(**row) for form in COLUMNS.values()), flush=True)
             rows.append(row)
-    finish(arguments.json, [], [table(rows, COLUMNS)], {"model": MODEL, "rows": rows})
+    finish(arguments.json, [], [table(rows, COLUMNS)], {"model": SMOLLM2, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import sys
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 from common import Spread
 from real_model import BFLOAT16, FLOAT32, SMOKE, VLLM, figures_of, main, measure
 from systems import Pass
@@ -50,6 +51,7 @@ def test_texts_are_held_against_those_of_the_first_batch_size():
 
 def test_without_the_model_nothing_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["real_model.py", "--models", str(tmp_path), "--smoke"])
-    main()
+    with pytest.raises(SystemExit):
+        main()
     printed = capsys.readouterr()
     assert "smollm2-135m-instruct is not there: nothing is measured" in printed.err and not printed.out
