@@ -8,7 +8,8 @@ from orchestration import figures_of
 def test_the_second_night_writes_nothing_and_the_others_one_entity_in_twenty(run_benchmark, monkeypatch):
     monkeypatch.setattr(orchestration, "night_apart", orchestration.watched_night)
     rows = run_benchmark("orchestration", "--entities", 60)["rows"]
-    assert {(row["entities"], row["changed_share"]) for row in rows} == {(60, 1.0), (60, 0.0), (60, 0.05)}
+    assert {row["changed_share"] for row in rows} == {1.0, 0.0, 0.01, 0.05}
+    assert {row["entities"] for row in rows} == {60}
     written = [row["night"] for row in rows if row["stage"] == "write"]
     assert written == ["all", "some", "again"]
     for row in rows:
