@@ -157,10 +157,10 @@ def _run_state(run: RunFolder, now: datetime.datetime, is_running: bool) -> dict
     shown = None if run.is_finished else stage
     state |= {"stage": shown and shown["stage"], "stage_since": shown and shown["time"]}
     state["progress"] = state["writing"] = None
-    counted = [event for event in events if event["event"] == "progress"]
+    counts = [event for event in events if event["event"] == "progress"]
     is_going = is_running or not (run.is_finished or failed)  # running, or died
-    if is_going and counted:
-        state["progress"] = _progress(counted, now)
+    if is_going and counts:
+        state["progress"] = _progress(counts, now)
     if is_going and stage:
         state["writing"] = writing_state(events[events.index(stage) :], now)
     if not is_running:  # no remaining time for a night that does not run
@@ -174,10 +174,10 @@ def _run_state(run: RunFolder, now: datetime.datetime, is_running: bool) -> dict
     return state
 
 
-def _progress(counted: list[dict[str, Any]], now: datetime.datetime) -> dict[str, Any]:
+def _progress(counts: list[dict[str, Any]], now: datetime.datetime) -> dict[str, Any]:
     """The progress of the count that began last, and the time left at its pace so far."""
-    last = counted[-1]
-    begun = next(event for event in counted if event["of"] == last["of"])
+    last = counts[-1]
+    begun = next(event for event in counts if event["of"] == last["of"])
     elapsed_s = (now - datetime.datetime.fromisoformat(begun["time"])).total_seconds()
     done, whole = last["done"], last["total"]
     pace = done / elapsed_s if done and elapsed_s > 0 else None
