@@ -278,7 +278,9 @@ def pools_damaged(year, rng):
             path = max(files, key=lambda path: path.stat().st_size)
             data = bytearray(path.read_bytes())
             data[len(data) // 2] ^= 0xFF
-            path.write_bytes(bytes(data))
+            damaged = path.with_name(f"{path.name}.damaged")  # another version may share the file
+            damaged.write_bytes(bytes(data))
+            damaged.replace(path)
             year.oracle.unusable_pools.add(version)
 
 
